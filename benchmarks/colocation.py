@@ -34,7 +34,7 @@ from device import mps
 from device.base import Device, Stream
 from device.emulated.timed import TimedDevice
 from device.registry import get_device
-from epd_serve.cost.device_time import DeviceTime
+from epd_serve.cost.roofline import emulated_profile
 from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import LanguageStream, TowerStream
 from epd_serve.sched.step_cost import StepWork
@@ -70,19 +70,21 @@ def emulate(kind: str, mode: str, *, batch: int = 128, context: int = 1024, side
 
     The streams are those of an instance; ``none`` gives the tower the language model's priority.
     """
-    clock, cost = VirtualClock(), DeviceTime.of("qwen2.5-vl-7b", kind)
+    clock, profile = VirtualClock(), emulated_profile("qwen2.5-vl-7b", kind)
     device = TimedDevice(kind, 0, clock=clock, sleep=clock.sleep)
     board = DeviceBoard(None, 0, clock)
     language = LanguageStream(device, board, limit_s=None, clock=clock)
     share = MODES[mode][2] if mode != "alone" else None
     tower = TowerStream(device, board, priority=-1 if mode == "none" else 0, share=share, clock=clock)
     work = StepWork.of([context] * batch, [])
-    step_s, demand = cost.step(work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs)
+    step_s, demand = profile.step_demand(
+        work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs
+    )
     with language.stream:
         steps = [device.current_stream().launch(step_s, demand=demand) for _ in range(200)]
     encodes = []
     if mode != "alone":
-        encode_s, tower_demand = cost.encode([side**2])
+        encode_s, tower_demand = profile.encode_demand([side**2])
         with tower.encoding(side**2):
             stream = device.current_stream()
             encodes = [stream.launch(encode_s, demand=tower_demand) for _ in range(1000)]

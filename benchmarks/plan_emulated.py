@@ -39,14 +39,13 @@ from epd_serve.bench.plan import take_items
 from epd_serve.bench.types import Item, Media, Record
 from epd_serve.bench.workloads import load_workload
 from epd_serve.config import load_config
-from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.profile import Profile
-from epd_serve.plan.deployment import deployment_yaml
+from epd_serve.cost.roofline import emulated_profile
 from epd_serve.plan.evaluate import TARGET, Evaluation, Evaluator, Goal
+from epd_serve.plan.explain import deployment_yaml
 from epd_serve.plan.pools import read_fleet
 from epd_serve.plan.space import Candidate
-from epd_serve.sim.gateway import Job
-from epd_serve.sim.simulator import simulate
+from epd_serve.sim.simulator import Job, simulate
 from epd_serve.sim.workloads import SimRequest, read_load
 from epd_serve.topology import parse_topology
 
@@ -86,7 +85,7 @@ def deployment_of(cell: Cell, directory: Path) -> tuple[float, Evaluator, Candid
     monolithic = Candidate(line=f"{count}EPD", pools=((0, count),))
     slowness = max(real.bound(monolithic).rate / cell.bound, 1.0)
     profile = directory / f"{cell.device}.json"
-    profile.write_bytes(slowed(DeviceTime.of(MODEL, cell.device).profile, slowness).to_json())
+    profile.write_bytes(slowed(emulated_profile(MODEL, cell.device), slowness).to_json())
     fleet = read_fleet(f"emulated:{profile} x {count}", MODEL)
     judge = Evaluator(fleet, Goal(ttft_s=ttft_s * slowness, tpot_s=tpot_s * slowness, target=TARGET), requests)
     plan = Candidate(line=cell.topology, pools=((0, count),))

@@ -8,8 +8,8 @@ from benchmarks.common import argument_parser, machine, typed, write
 from device.datasheets import spec_of
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
-from epd_serve.sim.simulator import build, simulate
-from epd_serve.sim.spec import Batching
+from epd_serve.sim.simulator import simulate
+from epd_serve.sim.spec import Batching, build
 from epd_serve.sim.workloads import read_load
 from epd_serve.topology import parse_topology
 
@@ -37,7 +37,7 @@ def main() -> None:
         "cpu_s": cpu_s,
         "virtual_s": outcome.seconds,
         "steps": outcome.num_steps,
-        "events": outcome.num_events,
+        "events": outcome.clock.num_events,
     }
     print(write(wanted.output, found))
 

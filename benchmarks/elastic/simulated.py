@@ -17,8 +17,8 @@ from epd_serve.autoscale.controller import Controller
 from epd_serve.autoscale.pressure import Limits
 from epd_serve.config.sections import ElasticConfig
 from epd_serve.cost.profile import EncodeLine, Line, Profile
-from epd_serve.sim.simulator import Outcome, build, simulate
-from epd_serve.sim.spec import Batching
+from epd_serve.sim.simulator import Simulation, simulate
+from epd_serve.sim.spec import Batching, build
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
 
@@ -66,7 +66,7 @@ def opposite(count: int, rate: float, *, seed: int = 0) -> list[SimRequest]:
     ]
 
 
-def run(topology: str, every: Sequence[SimRequest], switching: Switching | None) -> Outcome:
+def run(topology: str, every: Sequence[SimRequest], switching: Switching | None) -> Simulation:
     parsed = parse_topology(topology)
     deployment = build(
         parsed,
@@ -75,10 +75,10 @@ def run(topology: str, every: Sequence[SimRequest], switching: Switching | None)
         batching=Batching(max_num_seqs=128),
         num_blocks=1 << 14,
     )
-    return simulate(deployment, every, operator=switching)
+    return simulate(deployment, every, on_report=switching.tick if switching is not None else None)
 
 
-def figures(outcome: Outcome) -> dict[str, float]:
+def figures(outcome: Simulation) -> dict[str, float]:
     """Means over all requests, in seconds; raises RuntimeError where one has failed."""
     if failed := [job.failure for job in outcome.jobs if job.failure]:
         raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")

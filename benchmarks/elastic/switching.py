@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from epd_serve.autoscale.controller import Controller, Decision, Order
 from epd_serve.autoscale.instance_load import instance_loads
-from epd_serve.sim.device import Clock
-from epd_serve.sim.gateway import SimGateway
 from epd_serve.sim.instance import SimInstance
-from epd_serve.sim.spec import SimInstanceSpec, with_memory
+from epd_serve.sim.simulator import Simulation
 from epd_serve.types import Role
 
 
@@ -39,8 +36,7 @@ class Switching:
     An instance that drains takes nothing new and finishes what it has, decodes included; no work is moved.
 
     Args:
-        rebuild_s: seconds between two roles, drained.
-        num_blocks: of language models; None: what the memory of the instance's device has room for.
+        num_blocks: of language models.
 
     Attributes:
         spans: each instance's states, as they came.
@@ -52,75 +48,56 @@ class Switching:
         controller: Controller,
         *,
         interval_s: float = 1.0,
-        rebuild_s: Callable[[Role, Role], float] = rebuild_s,
-        num_blocks: int | None = None,
+        num_blocks: int,
     ) -> None:
         self._controller = controller
         self._interval_s = interval_s
-        self._rebuild_s = rebuild_s
         self._num_blocks = num_blocks
         self.spans: list[RoleSpan] = []
         self.decisions: list[Decision] = []
         self._next_s = 0.0
         self._draining: Order | None = None
 
-    def begin(
-        self,
-        clock: Clock,
-        gateway: SimGateway,
-        instances: dict[str, SimInstance],
-        start: Callable[[SimInstanceSpec, int], None],
-    ) -> None:
-        """``start`` puts an instance, with its process's number, in the place of the one of its name."""
-        self._clock, self._gateway, self._instances, self._start = clock, gateway, instances, start
-        self.spans = [RoleSpan(name, one.spec.role, "SERVING", clock.now) for name, one in instances.items()]
-
-    def tick(self) -> None:
-        """Called behind each round of reports."""
-        if self._draining is not None and self._is_drained(self._draining.instance):
-            self._rebuild(self._draining)
-        now = self._clock.now
-        if now < self._next_s:
+    def tick(self, simulation: Simulation) -> None:
+        """Finish a switch whose instance is drained; order the next one when the controller says so."""
+        now_s = simulation.clock.now
+        if not self.spans:
+            self.spans = [
+                RoleSpan(name, one.spec.role, "SERVING", now_s) for name, one in simulation.instances.items()
+            ]
+        if self._draining is not None:
+            self._rebuild(self._draining, simulation)
+        if now_s < self._next_s:
             return
-        self._next_s = now + self._interval_s
-        decision = self._controller.decide(now, instance_loads(self._gateway.table))
-        if decision.order is not None or not self.decisions or self.decisions[-1].kind is not decision.kind:
+        self._next_s = now_s + self._interval_s
+        decision = self._controller.decide(now_s, instance_loads(simulation.table))
+        order = decision.order
+        if order is not None or not self.decisions or self.decisions[-1].kind is not decision.kind:
             self.decisions.append(decision)
-        if decision.order is not None and self._draining is None:
-            self._drain(decision.order)
+        if order is not None and self._draining is None:
+            self._draining = order
+            simulation.table[order.instance].drains.add("switch")
+            self._enter(order.instance, simulation.instances[order.instance].spec.role, "DRAINING", now_s)
 
-    def _drain(self, order: Order) -> None:
-        self._draining = order
-        self._gateway.table[order.instance].drains.add("switch")
-        self._enter(order.instance, self._instances[order.instance].spec.role, "DRAINING")
-
-    def _is_drained(self, name: str) -> bool:
-        instance, record = self._instances[name], self._gateway.table[name]
-        is_busy = instance.tower.is_busy or (instance.language is not None and instance.language.is_busy)
-        return not is_busy and not any(record.in_flight.values())
-
-    def _rebuild(self, order: Order) -> None:
+    def _rebuild(self, order: Order, simulation: Simulation) -> None:
+        """Rebuild an instance, unless it has work."""
+        old = simulation.instances[order.instance]
+        if old.is_encoding or old.is_stepping or any(simulation.table[order.instance].in_flight.values()):
+            return
         self._draining = None
-        old = self._instances[order.instance]
         old.ready = False
-        self._gateway.table.mark_lost(order.instance)
-        self._enter(order.instance, order.role, "REBUILDING")
-        self._clock.after(self._rebuild_s(old.spec.role, order.role), lambda: self._serve(order, old))
+        simulation.table.mark_lost(order.instance)
+        self._enter(order.instance, order.role, "REBUILDING", simulation.clock.now)
+        simulation.clock.after(rebuild_s(old.spec.role, order.role), lambda: self._serve(order, old, simulation))
 
-    def _serve(self, order: Order, old: SimInstance) -> None:
-        spec = replace(old.spec, role=order.role)
-        spec = (
-            with_memory(spec, share=1.0)
-            if self._num_blocks is None
-            else replace(spec, num_blocks=self._num_blocks)
-        )
-        self._start(spec, old.pid + 1)
-        record = self._gateway.table[order.instance]
-        self._gateway.table.update(order.instance, self._instances[order.instance].info(), contains=0)
-        record.drains.clear()
-        self._enter(order.instance, order.role, "SERVING")
+    def _serve(self, order: Order, old: SimInstance, simulation: Simulation) -> None:
+        spec = replace(old.spec, role=order.role, num_blocks=self._num_blocks)
+        simulation.start_instance(spec, old.pid + 1)
+        simulation.table.update(order.instance, simulation.instances[order.instance].info(), contains=0)
+        simulation.table[order.instance].drains.clear()
+        self._enter(order.instance, order.role, "SERVING", simulation.clock.now)
 
-    def _enter(self, name: str, role: Role, state: str) -> None:
+    def _enter(self, name: str, role: Role, state: str, now_s: float) -> None:
         last = next(span for span in reversed(self.spans) if span.instance == name)
-        last.until_s = self._clock.now
-        self.spans.append(RoleSpan(name, role, state, self._clock.now))
+        last.until_s = now_s
+        self.spans.append(RoleSpan(name, role, state, now_s))

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from device import base
@@ -21,37 +20,7 @@ from device.present import EMULATED_MEMORY
 TYPE = "emulated"
 
 
-class EnteredStream(ABC):
-    """Device-independent part of the Stream protocol: events, and the streams entered by a thread."""
-
-    _entered = threading.local()
-
-    @abstractmethod
-    def new_event(self) -> base.Event: ...
-
-    @abstractmethod
-    def synchronize(self) -> None: ...
-
-    def wait_event(self, event: base.Event) -> None:
-        event.wait(self)
-
-    def record_event(self, event: base.Event | None = None) -> base.Event:
-        event = event or self.new_event()
-        event.record(self)
-        return event
-
-    def __enter__(self) -> Self:
-        self._entered.__dict__.setdefault("streams", []).append(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._entered.streams.pop()
-
-    @classmethod
-    def entered(cls) -> Iterator[Self]:
-        """Yield the streams of this class that the thread has entered, the innermost first."""
-        streams: list[EnteredStream] = getattr(cls._entered, "streams", [])
-        return (one for one in reversed(streams) if isinstance(one, cls))
+_entered = threading.local()  # the streams entered by a thread, the innermost last
 
 
 class TimedMemoryError(MemoryError):
@@ -82,7 +51,7 @@ class TimedEvent:
             self._operation.wait()
 
 
-class TimedStream(EnteredStream):
+class TimedStream:
     """Stream protocol on a queue of timed operations.
 
     Attributes:
@@ -90,7 +59,7 @@ class TimedStream(EnteredStream):
     """
 
     def __init__(self, device: TimedDevice, queue: TimelineStream) -> None:
-        self._device = device
+        self.device = device
         self.queue = queue
         self.last: Operation | None = None
 
@@ -104,8 +73,20 @@ class TimedStream(EnteredStream):
     def synchronize(self) -> None:
         self.queue.synchronize()
 
-    def new_event(self) -> base.Event:
-        return TimedEvent(self._device)
+    def wait_event(self, event: base.Event) -> None:
+        event.wait(self)
+
+    def record_event(self, event: base.Event | None = None) -> base.Event:
+        event = event or TimedEvent(self.device)
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Self:
+        _entered.__dict__.setdefault("streams", []).append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _entered.streams.pop()
 
 
 class TimedDevice:
@@ -196,7 +177,8 @@ class TimedDevice:
         return stream
 
     def current_stream(self) -> TimedStream:
-        return next(TimedStream.entered(), self._default)
+        streams: list[TimedStream] = getattr(_entered, "streams", [])
+        return next((one for one in reversed(streams) if one.device is self), self._default)
 
     def record_event(self) -> base.Event:
         return self.current_stream().record_event()

@@ -173,7 +173,6 @@ class Timeline:
 
     Args:
         directory: holds the file shared by all processes on the device; None: this process is alone.
-        faults: None: load them from the environment.
         clock: seconds, the same in all processes.
 
     Attributes:
@@ -186,14 +185,13 @@ class Timeline:
         name: str,
         directory: str | Path | None = None,
         *,
-        faults: Faults | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = sleep_exactly,
     ) -> None:
         self.name, self.share = name, 1.0
         self.clock, self.sleep = clock, sleep
         self.lock = threading.RLock()
-        self.faults = faults or Faults.of_environment()
+        self._faults = Faults.of_environment()
         self._is_lost = False
         self._process = os.getpid(), _born(os.getpid()) or 0, next(_SERIALS)
         self._checked_s = -math.inf
@@ -217,7 +215,7 @@ class Timeline:
 
     def check(self) -> Fault:
         """Return the device's current fault. Raises DeviceLost."""
-        fault = self.faults.of(self.name)
+        fault = self._faults.of(self.name)
         if fault.lost or self._is_lost:
             self._is_lost = True
             raise DeviceLost(f"{self.name} is lost: launched work will never finish")
@@ -296,20 +294,18 @@ class Operation:
         self.stream.drive(self)
         return self.is_done
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Sleep until it is done, or for ``timeout_s``; returns whether it is done. Raises DeviceLost."""
+    def wait(self) -> None:
+        """Sleep until it is done. Raises DeviceLost."""
         timeline = self.stream.timeline
-        give_up_s = math.inf if timeout_s is None else timeline.clock() + timeout_s
         while True:
             end_s = self.stream.drive(self)
             with timeline.lock:  # begin the next operation of each stream
                 for stream in list(timeline.streams):
                     if stream.has_next:
                         end_s = min(end_s, stream.drive())
-            now_s = timeline.clock()
-            if self.is_done or now_s >= give_up_s:
-                return self.is_done
-            timeline.sleep(max(min(end_s - now_s, give_up_s - now_s, LOOK_AGAIN_S), 0.0))
+            if self.is_done:
+                return
+            timeline.sleep(max(min(end_s - timeline.clock(), LOOK_AGAIN_S), 0.0))
 
 
 class TimelineStream:

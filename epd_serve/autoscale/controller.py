@@ -144,54 +144,58 @@ class Controller:
                 reason = f"no instance has served {' and '.join(missing)} yet"
                 return Decision(at_s=now_s, kind=Kind.STARTING, reason=reason)
         self._is_starting = False
-        loads, recent = self._observe(now_s, instances)
-        kind, reason, order = self._judge(now_s, instances, loads, recent)
-        return Decision(
-            at_s=now_s,
-            kind=kind,
-            reason=reason,
-            order=order,
-            pressures={stage: load.pressure for stage, load in loads.items()},
-        )
+        loads, span_s = self._observe(now_s, instances)
+        pressures = {stage: load.pressure for stage, load in loads.items()}
+        kind, reason, order = self._judge(now_s, instances, loads, span_s)
+        return Decision(at_s=now_s, kind=kind, reason=reason, order=order, pressures=pressures)
 
     # ------------------------------------------------------------------ parts
 
-    def _observe(
-        self, now_s: float, instances: Sequence[InstanceLoad]
-    ) -> tuple[dict[Stage, StageLoad], Sequence[_At]]:
-        """Take a sample; return the load of each stage and the samples of the hold time."""
-        options = self.options
+    def _observe(self, now_s: float, instances: Sequence[InstanceLoad]) -> tuple[dict[Stage, StageLoad], float]:
+        """Take a sample; return the load of each stage over the hold time, and its seconds (0 of few samples)."""
+        roles = {one.name: one.role for one in instances}
+        own = (self._order.instance, self._order.role) if self._order is not None else None
+        if any(self._roles.get(name, role) != role and (name, role) != own for name, role in roles.items()):
+            self._ordered_s = now_s  # somebody else switched an instance
+        self._roles = roles
+        self._refused = {(name, role) for name, role in self._refused if name in roles}
         serving = frozenset((one.name, one.role) for one in instances if one.is_serving)
         if serving != self._serving:
             self._serving, self._since_s = serving, now_s
-        self._notice_other_switches(now_s, instances)
-        sent = self._sent_since(instances)
-        self._samples.append((now_s, {stage: sample(stage, instances, sent[stage]) for stage in self._stages}))
+        before, self._sent = self._sent, {one.name: one.sent for one in instances}
+        samples: dict[Stage, Sample] = {}
+        for stage in self._stages:
+            sent = sum(
+                max(every.get(stage, 0.0) - before[name].get(stage, 0.0), 0.0)
+                for name, every in self._sent.items()
+                if name in before
+            )
+            samples[stage] = sample(stage, instances, sent)
+        self._samples.append((now_s, samples))
         while len(self._samples) > 1 and self._samples[1][0] <= now_s - self._window_s:
             self._samples.popleft()
         steady = [one for one in self._samples if one[0] >= self._since_s]
-        recent = _tail(steady, now_s - self._hold_s)
+        first = len(steady) - 1  # of those in the hold time, and the last one before it
+        while first > 0 and (steady[first][0] > now_s - self._hold_s or len(steady) - first < _FEWEST_SAMPLES):
+            first -= 1
+        num_recent = len(steady) - first
         loads = {
             stage: load_of(
                 stage,
                 [(at_s, every[stage]) for at_s, every in steady],
                 [(at_s, every[stage]) for at_s, every in self._samples],
                 self.limits,
-                num_recent=len(recent),
-                ahead_s=options.cooldown_s,
+                num_recent=num_recent,
+                ahead_s=self.options.cooldown_s,
             )
             for stage in self._stages
         }
-        return loads, recent
+        return loads, now_s - steady[first][0] if num_recent >= _FEWEST_SAMPLES else 0.0
 
     def _judge(
-        self,
-        now_s: float,
-        instances: Sequence[InstanceLoad],
-        loads: Mapping[Stage, StageLoad],
-        recent: Sequence[_At],
+        self, now_s: float, instances: Sequence[InstanceLoad], loads: Mapping[Stage, StageLoad], span_s: float
     ) -> tuple[Kind, str, Order | None]:
-        """Return the kind, reason and order of the decision."""
+        """Return the kind, reason and order of the decision; the loads are those of ``span_s`` seconds."""
         pressures = {stage: load.pressure for stage, load in loads.items()}
         stage = max(pressures, key=lambda one: pressures[one])
         worst = pressures[stage]
@@ -200,18 +204,16 @@ class Controller:
             stage, worst = foreseen, _SOON_LATE
         if (pending := self._pending(now_s, instances)) is not None:
             return *pending, None
-        span_s = now_s - recent[0][0]
-        is_known = len(recent) >= _FEWEST_SAMPLES and span_s >= self._hold_s
-        here = [one for one in instances if one.is_serving]
         if worst <= 1:
             return Kind.CALM, f"every stage keeps the SLO; {_describe(pressures)}", None
         late = f"{_NAMES[stage]} is at {pressures[stage]:.1f} times the SLO's limit"
         if pressures[stage] <= 1:
             late += f" and will reach {loads[stage].coming:.1f} times"
-        if not is_known:
+        if span_s < self._hold_s:
             return Kind.WATCHING, f"{late}, for {span_s:.1f} of {self._hold_s:g} s", None
         if (rest_s := self._ordered_s + self.options.cooldown_s - now_s) > 0:
             return Kind.COOLDOWN, f"{late}; the next switch may follow in {rest_s:.1f} s", None
+        here = [one for one in instances if one.is_serving]
         move, why_not = self._best(now_s, here, loads, worst)
         if move is None:
             return Kind.NOTHING_HELPS, f"{late}; {why_not}", None
@@ -235,26 +237,6 @@ class Controller:
             self._soon_s = now_s
         is_sure = self._soon_s is not None and now_s - self._soon_s >= self._hold_s
         return soon if is_sure else None
-
-    def _sent_since(self, instances: Sequence[InstanceLoad]) -> dict[Stage, float]:
-        """Return the work sent to each stage since the previous call."""
-        before, self._sent = self._sent, {one.name: one.sent for one in instances}
-        return {
-            stage: sum(
-                max(sent.get(stage, 0.0) - before[name].get(stage, 0.0), 0.0)
-                for name, sent in self._sent.items()
-                if name in before
-            )
-            for stage in self._stages
-        }
-
-    def _notice_other_switches(self, now_s: float, instances: Sequence[InstanceLoad]) -> None:
-        """Start the cooldown for switches ordered by others; forget refusals of removed instances."""
-        before, self._roles = self._roles, {one.name: one.role for one in instances}
-        self._refused = {(name, role) for name, role in self._refused if name in self._roles}
-        own = (self._order.instance, self._order.role) if self._order is not None else None
-        if any(before.get(name, role) != role and (name, role) != own for name, role in self._roles.items()):
-            self._ordered_s = now_s
 
     def _pending(self, now_s: float, instances: Sequence[InstanceLoad]) -> tuple[Kind, str] | None:
         """Return the kind and reason while the last order is active or has just failed; None after its end."""
@@ -313,14 +295,6 @@ class Controller:
         if is_held:
             return None, "every helpful switch would leave a stage without an instance"
         return None, f"no switch is predicted to gain {HYSTERESIS:.0%}"
-
-
-def _tail(samples: Sequence[_At], since_s: float) -> Sequence[_At]:
-    """Return the samples from the last one before ``since_s`` on, at least _FEWEST_SAMPLES."""
-    first = len(samples) - 1
-    while first > 0 and (samples[first][0] > since_s or len(samples) - first < _FEWEST_SAMPLES):
-        first -= 1
-    return samples[first:]
 
 
 def _predict(

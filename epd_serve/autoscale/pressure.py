@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
-from statistics import fmean, pvariance
+from statistics import fmean, linear_regression, pvariance
 
 from epd_serve.autoscale.instance_load import InstanceLoad
 from epd_serve.types import Role, Stage, StageRate
@@ -235,6 +235,5 @@ def _per_s(window: Sequence[tuple[float, Sample]]) -> tuple[float, float]:
 
 def _slope(points: Sequence[tuple[float, float]]) -> float:
     """Return the slope of the least-squares line; 0 for fewer than two times."""
-    mean_t, mean_y = fmean(t for t, _ in points), fmean(y for _, y in points)
-    spread = sum((t - mean_t) ** 2 for t, _ in points)
-    return sum((t - mean_t) * (y - mean_y) for t, y in points) / spread if spread else 0.0
+    times_s, values = zip(*points, strict=True)
+    return linear_regression(times_s, values).slope if len(set(times_s)) > 1 else 0.0

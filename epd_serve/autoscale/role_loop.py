@@ -55,21 +55,20 @@ class RoleLoop:
                 await asyncio.sleep(self._options.interval_s)
                 decision = await self._decide()
                 if (noted := self._note(decision)) is not None:
-                    with suppress(AdminError, TimeoutError):
-                        await self._admin.ask("POST", "/elastic", noted, _TIMEOUT_S)
+                    with suppress(AdminError):
+                        await _ask(self._admin, "POST", "/elastic", noted)
                 if decision.order is not None:
                     group.create_task(self._carry_out(decision.order))
 
     async def _decide(self) -> Decision:
         """Decide on the current instances; without an answer decide nothing."""
         try:
-            answer = await self._admin.ask("GET", "/load", timeout_s=_TIMEOUT_S)
+            answer = await _ask(self._admin, "GET", "/load")
             return self._controller.decide(time.monotonic(), from_json(answer["instances"]))
-        except (AdminError, TimeoutError) as error:
-            reason = str(error) or "the gateway does not answer"
+        except AdminError as error:
             level = logging.DEBUG if self._last is Kind.UNDECIDED else logging.WARNING
-            logger.log(level, "elastic: no decision: %s", reason)
-            return Decision(at_s=time.monotonic(), kind=Kind.UNDECIDED, reason=reason)
+            logger.log(level, "elastic: no decision: %s", error)
+            return Decision(at_s=time.monotonic(), kind=Kind.UNDECIDED, reason=str(error))
 
     def _note(self, decision: Decision) -> dict[str, Any] | None:
         """Log a decision and return it for the report; None if it repeats the previous one."""
@@ -91,15 +90,24 @@ class RoleLoop:
         try:
             body = {"role": str(order.role), "deadline_s": DEADLINE_S}
             path = f"/instances/{order.instance}/role"
-            await self._admin.ask("POST", path, body, DEADLINE_S + _ORDER_MARGIN_S)
-        except (AdminError, TimeoutError) as error:
+            await _ask(self._admin, "POST", path, body, timeout_s=DEADLINE_S + _ORDER_MARGIN_S)
+        except AdminError as error:
             is_final = isinstance(error, AdminRefused) and error.status in _PERMANENT
             (self._controller.refused if is_final else self._controller.failed)(order)
             verb = "cannot become" if is_final else "did not become"
-            reason = str(error) or "the gateway does not answer"
-            logger.warning("elastic: %s %s %s: %s", order.instance, verb, order.role, reason)
+            logger.warning("elastic: %s %s %s: %s", order.instance, verb, order.role, error)
         else:
             logger.info("elastic: %s serves %s", order.instance, order.role)
+
+
+async def _ask(
+    admin: AdminClient, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = _TIMEOUT_S
+) -> Any:
+    """Return the answer of the admin API. Raises AdminError, also if it does not answer in time."""
+    try:
+        return await admin.ask(method, path, body, timeout_s)
+    except TimeoutError as error:
+        raise AdminError("the gateway does not answer") from error
 
 
 async def autoscale(config: DeploymentConfig, admin: AdminClient) -> None:
@@ -116,15 +124,15 @@ async def _watch_drift(config: DeploymentConfig, admin: AdminClient) -> None:
     while True:
         before, problem = problem, ""
         try:
-            answer = await admin.ask("GET", f"/requests/served?after={last}", timeout_s=_TIMEOUT_S)
+            answer = await _ask(admin, "GET", f"/requests/served?after={last}")
             last = answer["last"]
             for request in answer["requests"]:
                 if drifts := detector.observe(msgspec.convert(request, ServedRequest)):
-                    tokens_per_pixel = (await admin.ask("GET", "/load", timeout_s=_TIMEOUT_S))["tokens_per_pixel"]
+                    tokens_per_pixel = (await _ask(admin, "GET", "/load"))["tokens_per_pixel"]
                     command = _plan_command(config, round(tokens_per_pixel * _IMAGE_PIXELS))
                     logger.warning("elastic: the load has drifted: %s; run %s", "; ".join(drifts), command)
-        except (AdminError, TimeoutError) as error:
-            problem = str(error) or "the gateway does not answer"
+        except AdminError as error:
+            problem = str(error)
             if problem != before:
                 logger.warning("elastic: cannot read served requests: %s", problem)
         await asyncio.sleep(config.elastic.interval_s)

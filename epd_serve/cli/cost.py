@@ -13,7 +13,6 @@ from rich.console import Console
 from device.datasheets import spec_of
 from epd_serve.cost.economics import (
     Latency,
-    RequestSize,
     cost_figures,
     estimate_latency,
     price_of,
@@ -48,19 +47,23 @@ def cost(
     except ValidationError as error:
         raise ValueError(f"--link {link}: write bytes per second, as in 25GB/s") from error
     shape = planned_shape(model)
-    size = RequestSize(
-        num_vision_tokens=vision_tokens, num_text_tokens=text_tokens, num_output_tokens=output_tokens
-    )
     latency = estimate_latency(
-        shape, size, encoder=spec_of(encoder), language=spec_of(language), link_bytes_per_s=bandwidth
+        shape,
+        vision_tokens=vision_tokens,
+        text_tokens=text_tokens,
+        output_tokens=output_tokens,
+        encoder=spec_of(encoder),
+        language=spec_of(language),
+        link_bytes_per_s=bandwidth,
     )
     if vision_s is not None and language_s is not None:
         latency = Latency(vision_s=vision_s, transfer_s=latency.transfer_s, prefill_s=0.0, decode_s=language_s)
     table = read_prices(prices)
     figures = cost_figures(
         shape,
-        size,
         latency,
+        vision_tokens=vision_tokens,
+        text_tokens=text_tokens,
         encoder_price=price_of(encoder, table),
         language_price=price_of(language, table),
         bandwidth=bandwidth,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast, get_args
 
 import typer
 
@@ -52,30 +53,60 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Find a deployment that serves a workload within limits, and the gain of disaggregation, by simulation."""
-    from epd_serve.plan.command import Wanted, run_plan
-    from epd_serve.plan.space import MOST_SEQS
+    from rich.console import Console
 
-    run_plan(
-        Wanted(
-            workload=workload,
-            devices=devices,
-            model=model,
-            rate=rate,
-            all_devices=all_devices,
-            slo=slo,
-            strategy=strategy,
-            orders=tuple(order or ("fcfs",)),
-            seqs=tuple(max_num_seqs or (MOST_SEQS,)),
-            tokens=tuple(max_num_batched_tokens or (None,)),
-            widths=tuple(tensor_parallel or (1,)),
-            beta=beta,
-            num_requests=requests,
-            trials=trials,
+    from epd_serve.config.sections import BatchingOrder
+    from epd_serve.plan.evaluate import Evaluator, Goal
+    from epd_serve.plan.explain import as_dict, recommend, show
+    from epd_serve.plan.pools import read_fleet
+    from epd_serve.plan.space import MOST_SEQS, Candidate, candidates, with_batching
+    from epd_serve.plan.strategies import cheapest, enumerate_plans, tpe
+    from epd_serve.sim.workloads import read_load
+
+    fleet, goal = read_fleet(devices, model), Goal.read(slo, beta)
+    orders, known = order or ["fcfs"], get_args(BatchingOrder)
+    if unknown := [one for one in orders if one not in known]:
+        raise ValueError(f"--order {unknown[0]} is unknown; known: {', '.join(known)}")
+    if "slack" in orders and goal.ttft_s is None:
+        raise ValueError("the order slack needs a TTFT limit, as in --slo ttft=2000")
+    if output is not None and not output.parent.is_dir():
+        raise ValueError(f"-o {output}: directory {output.parent} does not exist")
+    load = read_load(workload, rate=rate, count=requests, seed=seed, tokens_of_image=image_tokens)
+
+    def plans(*, fewer: bool) -> list[Candidate]:
+        return with_batching(
+            candidates(fleet, widths=tensor_parallel or (1,), fewer=fewer),
+            cast(list[BatchingOrder], orders),
+            max_num_seqs or (MOST_SEQS,),
+            max_num_batched_tokens or (None,),
+        )
+
+    with Console(stderr=True).status("simulating") as status:
+        evaluator = Evaluator(
+            fleet,
+            goal,
+            load.requests,
             most=most,
-            seed=seed,
-            image_tokens=image_tokens,
-        ),
-        output=output,
-        explain=explain,
-        as_json=as_json,
-    )
+            on_simulated=lambda: status.update(f"simulating: {evaluator.num_simulations} runs"),
+        )
+        sufficient = None
+        if load.rate is not None and not all_devices:
+            sufficient = cheapest(evaluator, plans(fewer=True), load.rate)
+        every = plans(fewer=beta > 0)
+        if strategy == "tpe":
+            found = tpe(evaluator, every, trials=trials, seed=seed)
+        else:
+            found = enumerate_plans(evaluator, every)
+        result = recommend(evaluator, found, rate=load.rate, sufficient=sufficient)
+    if output is not None:
+        output.write_text(result.deployment, encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(as_dict(result, evaluator, found), indent=2))
+        return
+    console = Console()
+    console.print(f"{load.name} on {fleet}, {fleet.model}, {goal}:\n", highlight=False)
+    show(result, evaluator, found, console, explain=explain)
+    if output is None:
+        typer.echo(f"\nDeployment file for 'epd-serve up' (write it with -o FILE):\n\n{result.deployment}")
+    else:
+        console.print(f"\nWrote {output}. Start it: epd-serve up {output}", highlight=False, soft_wrap=True)

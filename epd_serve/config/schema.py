@@ -36,7 +36,7 @@ from epd_serve.config.sections import (
 )
 from epd_serve.config.shares import DeviceShare, device_shares, memory_shares
 from epd_serve.config.vllm import VllmConfig
-from epd_serve.cost.device_time import DeviceTime
+from epd_serve.cost.roofline import emulated_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.protocol.addresses import is_wildcard
 from epd_serve.rpc.cluster import check_cluster_key, cluster_key
@@ -382,7 +382,7 @@ class DeploymentConfig(SharedConfig):
         """
         if isinstance(self.model, ShapeConfig):
             kind, shape = emulated_kind(instance.devices[0]), self.model.shape_of
-            has_encode = DeviceTime.of(shape, kind).profile.encode
+            has_encode = emulated_profile(shape, kind).encode
             if instance.role.encodes and shape_of(shape).vision is not None and not has_encode:
                 raise ValueError(f"{kind} lacks a vision tower, but {instance.name} encodes")
         settings = self._of(instance)

@@ -20,33 +20,6 @@ from epd_serve.cost.shape import ModelShape
 MIB = 2**20
 
 
-def kv_bytes(shape: ModelShape, num_context_tokens: int) -> int:
-    """Equation 1: KV bytes of a request, ``2·L·n_kv·d_h·s_ctx·b``."""
-    return shape.kv_token_bytes * num_context_tokens
-
-
-def feature_bytes(shape: ModelShape, num_vision_tokens: int) -> int:
-    """Section 4.1: feature bytes of a request, ``N_v·d·b``."""
-    return shape.feature_token_bytes * num_vision_tokens
-
-
-def transfer_ratio(shape: ModelShape, num_vision_tokens: int, num_text_tokens: int) -> float:
-    """Equation 2: R, KV bytes over feature bytes; infinite without images."""
-    features = feature_bytes(shape, num_vision_tokens)
-    kv = kv_bytes(shape, num_vision_tokens + num_text_tokens)
-    return kv / features if features else math.inf
-
-
-def mha_transfer_ratio(num_layers: int, num_vision_tokens: int, num_text_tokens: int) -> float:
-    """Equation 3: R with K and V for each head, ``2·L·(1 + s_text/N_v)``."""
-    return 2 * num_layers * (1 + num_text_tokens / num_vision_tokens) if num_vision_tokens else math.inf
-
-
-def transfer_share(nbytes: float, bytes_per_s: float, vision_s: float) -> float:
-    """Equation 4: transfer time over encoding time; feasible if far below 1."""
-    return nbytes / bytes_per_s / vision_s
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latency:
     """Equation 5: seconds of a request on encoder, link and language device."""
@@ -70,44 +43,12 @@ class Latency:
         return self.vision_s / self.language_s
 
 
-def throughput(num_encoders: float, vision_s: float, num_language: float, language_s: float) -> float:
-    """Equation 6: requests per second that both pools sustain."""
-    return min(num_encoders / vision_s, num_language / language_s)
-
-
-def balance(rate: float, latency: Latency) -> tuple[int, int]:
-    """Return the fewest (encoders, language devices) that sustain ``rate`` requests per second, by equation 6."""
-    needed = rate * latency.vision_s, rate * latency.language_s
-    return max(math.ceil(needed[0] - 1e-9), 1), max(math.ceil(needed[1] - 1e-9), 1)
-
-
-def cost_ratio(rho: float, gamma: float) -> float:
-    """Equation 7: cost of two tiers over that of language devices alone, with ρ encoders per language device."""
-    return (rho * gamma + 1) / (rho + 1)
-
-
-def cost_saving(rho: float, gamma: float) -> float:
-    """Equation 8: ``ρ(1 - γ)/(ρ + 1)``, where γ is the encoder's price over the language device's."""
-    return rho * (1 - gamma) / (rho + 1)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestSize:
-    """Tokens of a request's images, text and answer."""
-
-    num_vision_tokens: int
-    num_text_tokens: int
-    num_output_tokens: int
-
-    @property
-    def num_context_tokens(self) -> int:
-        return self.num_vision_tokens + self.num_text_tokens
-
-
 def estimate_latency(
     shape: ModelShape,
-    size: RequestSize,
     *,
+    vision_tokens: int,
+    text_tokens: int,
+    output_tokens: int,
     encoder: DeviceSpec,
     language: DeviceSpec,
     link_bytes_per_s: float,
@@ -119,55 +60,64 @@ def estimate_latency(
     """
     if shape.vision is None:
         raise ValueError(f"model {shape.name} lacks a vision tower")
-    patches = size.num_vision_tokens * shape.vision.merge**2
+    context = vision_tokens + text_tokens
+    patches = vision_tokens * shape.vision.merge**2
     encode_flops = 2 * shape.vision.parameters * patches
     compute, memory = language_lines(shape, language)
-    mean_context = size.num_context_tokens + size.num_output_tokens / 2
-    step_s = (memory.base_s - language.launch_s) / decode_batch + memory.context_s * mean_context
+    step_s = (memory.base_s - language.launch_s) / decode_batch + memory.context_s * (context + output_tokens / 2)
     return Latency(
         vision_s=encode_flops / (encoder.flops * encoder.compute_share),
-        transfer_s=feature_bytes(shape, size.num_vision_tokens) / link_bytes_per_s,
-        prefill_s=compute.token_s * size.num_context_tokens + compute.pair_s * size.num_context_tokens**2,
-        decode_s=step_s * size.num_output_tokens,
+        transfer_s=shape.feature_token_bytes * vision_tokens / link_bytes_per_s,
+        prefill_s=compute.token_s * context + compute.pair_s * context**2,
+        decode_s=step_s * output_tokens,
     )
+
+
+def balance(rate: float, latency: Latency) -> tuple[int, int]:
+    """Return the fewest (encoders, language devices) that sustain ``rate`` requests per second, by equation 6."""
+    needed = rate * latency.vision_s, rate * latency.language_s
+    return max(math.ceil(needed[0] - 1e-9), 1), max(math.ceil(needed[1] - 1e-9), 1)
 
 
 def cost_figures(
     shape: ModelShape,
-    size: RequestSize,
     latency: Latency,
     *,
+    vision_tokens: int,
+    text_tokens: int,
     encoder_price: float,
     language_price: float,
     bandwidth: float,
     rate: float,
 ) -> dict[str, Any]:
-    """Return equations 1 to 8 for one request size, and the devices for ``rate`` requests per second."""
-    vision, text = size.num_vision_tokens, size.num_text_tokens
-    kv, features = kv_bytes(shape, vision + text), feature_bytes(shape, vision)
+    """Return equations 1 to 8 for a request, and the devices for ``rate`` requests per second."""
+    kv = shape.kv_token_bytes * (vision_tokens + text_tokens)  # equation 1: 2·L·n_kv·d_h·s_ctx·b
+    features = shape.feature_token_bytes * vision_tokens  # section 4.1: N_v·d·b
     rho, gamma = latency.ratio, encoder_price / language_price
     encoders, languages = balance(rate, latency)
     return {
         "model": shape.name,
         "kv_bytes": kv,
         "feature_bytes": features,
-        "ratio": transfer_ratio(shape, vision, text),
-        "ratio_mha": mha_transfer_ratio(shape.language.num_layers, vision, text),
+        "ratio": kv / features,  # equation 2
+        "ratio_mha": 2
+        * shape.language.num_layers
+        * (1 + text_tokens / vision_tokens),  # equation 3: K and V for each head
         "kv_s": kv / bandwidth,
         "feature_s": features / bandwidth,
-        "kv_share": transfer_share(kv, bandwidth, latency.vision_s),
-        "feature_share": transfer_share(features, bandwidth, latency.vision_s),
+        "kv_share": kv / bandwidth / latency.vision_s,  # equation 4: feasible if far below 1
+        "feature_share": features / bandwidth / latency.vision_s,
         "vision_s": latency.vision_s,
         "language_s": latency.language_s,
         "total_s": latency.total_s,
         "rho": rho,
         "gamma": gamma,
-        "cost_ratio": cost_ratio(rho, gamma),
-        "saving": cost_saving(rho, gamma),
+        "cost_ratio": (rho * gamma + 1) / (rho + 1),  # equation 7: against language devices alone
+        "saving": rho * (1 - gamma) / (rho + 1),  # equation 8
         "rate": rate,
         "encoders": encoders,
         "language_devices": languages,
-        "throughput": throughput(encoders, latency.vision_s, languages, latency.language_s),
+        "throughput": min(encoders / latency.vision_s, languages / latency.language_s),  # equation 6
         "price": encoders * encoder_price + languages * language_price,
     }
 

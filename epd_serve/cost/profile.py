@@ -10,6 +10,8 @@ from typing import Literal, Self
 
 import msgspec
 
+from device.emulated.timeline import Demand
+
 #: Version of the file format.
 VERSION = 1
 
@@ -126,10 +128,38 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         if not self.step:
             raise ValueError("the profile lacks the time of a step")
 
+    def __hash__(self) -> int:
+        return hash((self.kind, self.device, self.model, self.tensor_parallel, self.dtype))
+
     def step_s(self, num_tokens: float, num_sequences: float, context: float = 0, pairs: float = 0) -> float:
         """Return the seconds of a language model step."""
         lines = self.step if pairs else self.decode_lines(num_sequences)
         return max([line.seconds(num_tokens, num_sequences, context, pairs) for line in lines])
+
+    def step_demand(
+        self, num_tokens: float, num_sequences: float, context: float, pairs: float
+    ) -> tuple[float, Demand]:
+        """Return the seconds of a step, and the share of the device that it uses."""
+        lines = self.step if pairs else self.decode_lines(num_sequences)
+        seconds = [line.seconds(num_tokens, num_sequences, context, pairs) for line in lines]
+        return self._demand(seconds, self.step[0].base_s)
+
+    def encode_demand(self, pixels: Sequence[int]) -> tuple[float, Demand]:
+        """Return the seconds of a batch of images, and the share of the device that it uses.
+
+        Raises ValueError without a tower.
+        """
+        if not self.encode:
+            raise ValueError(f"the profile of {self.model} on {self.device} lacks the time of encodes")
+        resized = self.resized(pixels)
+        return self._demand([line.seconds(resized) for line in self.encode], self.encode[0].base_s)
+
+    def _demand(self, seconds: Sequence[float], launch_s: float) -> tuple[float, Demand]:
+        total_s = max(seconds)
+        if self.kind != "analytic" or len(seconds) != 2:  # a measurement does not tell them apart
+            return total_s, Demand()
+        compute, memory = ((one - launch_s) / total_s for one in seconds)
+        return total_s, Demand(self.compute_share * compute, self.bandwidth_share * memory)
 
     def decode_lines(self, num_sequences: float) -> tuple[Line, ...]:
         """Return the lines of a step of ``num_sequences`` decodes alone.
@@ -150,10 +180,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     def encode_s(self, pixels: Sequence[int]) -> float:
         """Return the seconds of a batch of images, given by their pixels. Raises ValueError without a tower."""
-        if not self.encode:
-            raise ValueError(f"the profile of {self.model} on {self.device} lacks the time of encodes")
-        resized = self.resized(pixels)
-        return max(line.seconds(resized) for line in self.encode)
+        return self.encode_demand(pixels)[0]
 
     def resized(self, pixels: Sequence[int]) -> list[int]:
         """Return the pixels of images after the processor has resized them."""

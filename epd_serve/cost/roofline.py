@@ -6,9 +6,14 @@ used.
 
 from __future__ import annotations
 
-from device.datasheets import DeviceSpec
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from device.datasheets import DeviceSpec, is_measured, spec_of
 from epd_serve.cost.profile import EncodeLine, Line, Profile
-from epd_serve.cost.shape import ModelShape
+from epd_serve.cost.shape import ModelShape, shape_of
 
 #: Share of a device's memory for weights and KV.
 _MEMORY_SHARE = 0.9
@@ -57,34 +62,27 @@ def encode_lines(shape: ModelShape, device: DeviceSpec) -> tuple[EncodeLine, ...
     flops = device.flops * device.compute_share
     rate = device.bytes_per_s * device.bandwidth_share
     weights_s = tower.parameters * shape.value_bytes / rate
-    per_patch = 2 * tower.parameters
-    if tower.tokens_per_image is not None:
-        patches = tower.tokens_per_image * tower.merge**2
-        # patches that one patch attends to, summed over the layers
-        attended = tower.num_layers * patches
-        if tower.window_patches is not None:
-            windowed = tower.num_layers - tower.num_full_layers
-            attended = windowed * min(tower.window_patches, patches) + tower.num_full_layers * patches
-        image_flops = patches * per_patch + 4 * tower.hidden * patches * attended
-        image_bytes = 12 * tower.num_layers * tower.hidden * patches * shape.value_bytes
+    patches = None if tower.tokens_per_image is None else tower.tokens_per_image * tower.merge**2
+    window = tower.window_patches or 0
+    windowed = tower.num_layers - tower.num_full_layers if window else 0
+    if patches is not None:
+        window = min(window, patches)
+    # FLOPs for each patch, and for each pair of patches in layers without windows
+    patch_flops = 2 * tower.parameters + 4 * tower.hidden * windowed * window
+    pair_flops = 4 * tower.hidden * (tower.num_layers - windowed)
+    patch_bytes = 12 * tower.num_layers * tower.hidden * shape.value_bytes
+    compute = EncodeLine(base_s=device.launch_s)
+    memory = EncodeLine(base_s=device.launch_s + weights_s)
+    if patches is not None:
+        image_flops = patch_flops * patches + pair_flops * patches**2
         return (
-            EncodeLine(base_s=device.launch_s, image_s=image_flops / flops),
-            EncodeLine(base_s=device.launch_s + weights_s, image_s=image_bytes / rate),
+            msgspec.structs.replace(compute, image_s=image_flops / flops),
+            msgspec.structs.replace(memory, image_s=patch_bytes * patches / rate),
         )
     area = tower.patch_size**2
-    windows = 0.0 if tower.window_patches is None else tower.window_patches
-    windowed = 0 if tower.window_patches is None else tower.num_layers - tower.num_full_layers
-    full = tower.num_layers - windowed
     return (
-        EncodeLine(
-            base_s=device.launch_s,
-            pixel_s=(per_patch + 4 * tower.hidden * windowed * windows) / area / flops,
-            pair_s=4 * tower.hidden * full / area**2 / flops,
-        ),
-        EncodeLine(
-            base_s=device.launch_s + weights_s,
-            pixel_s=12 * tower.num_layers * tower.hidden * shape.value_bytes / area / rate,
-        ),
+        msgspec.structs.replace(compute, pixel_s=patch_flops / area / flops, pair_s=pair_flops / area**2 / flops),
+        msgspec.structs.replace(memory, pixel_s=patch_bytes / area / rate),
     )
 
 
@@ -115,3 +113,23 @@ def analytic_profile(shape: ModelShape, device: DeviceSpec, tensor_parallel: int
         tokens_per_image=None if shape.vision is None else shape.vision.tokens_per_image,
         link_bytes_per_s=device.link_bytes_per_s,
     )
+
+
+def emulated_profile(model: str, kind: str) -> Profile:
+    """Return the times of a model on an emulated device, without the host's part.
+
+    Args:
+        model: a name for :func:`~epd_serve.cost.shape.shape_of`; "" for the model of the profile.
+        kind: name of a data sheet, or file written by ``epd-serve profile``.
+
+    Raises ValueError for an unknown model or kind, and for the profile of another model.
+    """
+    if not is_measured(kind):  # the real host takes its own time to launch a step
+        return analytic_profile(shape_of(model), replace(spec_of(kind), launch_s=0.0))
+    profile = Profile.read(Path(kind))
+    if model and (num_layers := shape_of(model).language.num_kv_layers) != profile.num_layers:
+        raise ValueError(
+            f"{kind} is the profile of {profile.model} with {profile.num_layers} layers, but {model} has "
+            f"{num_layers}; make a profile of it with 'epd-serve profile'"
+        )
+    return profile

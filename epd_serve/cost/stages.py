@@ -42,21 +42,11 @@ class StageCosts:
 
     def encode_s(self, num_pixels: float) -> float:
         """Return the seconds to encode images in the largest batches allowed."""
-        if num_pixels <= 0:
-            return 0.0
-        rate = self.encode
-        if num_pixels <= self.max_batch_pixels:
-            return rate.base_s + rate.unit_s * num_pixels
-        return rate.base_s * math.ceil(num_pixels / self.max_batch_pixels) + rate.unit_s * num_pixels
+        return _batches_s(self.encode, num_pixels, self.max_batch_pixels)
 
     def prefill_s(self, num_tokens: float) -> float:
         """Return the seconds to prefill prompts in the largest steps allowed."""
-        if num_tokens <= 0:
-            return 0.0
-        rate = self.prefill
-        if num_tokens <= self.max_batch_tokens:
-            return rate.base_s + rate.unit_s * num_tokens
-        return rate.base_s * math.ceil(num_tokens / self.max_batch_tokens) + rate.unit_s * num_tokens
+        return _batches_s(self.prefill, num_tokens, self.max_batch_tokens)
 
     def step_s(self, num_sequences: float) -> float:
         """Return the seconds of one decode step."""
@@ -87,6 +77,10 @@ class StageCosts:
     def _sequence_s(self) -> float:
         least_s = _LEAST_SEQUENCE * self.decode.base_s
         return self.decode.unit_s if self.decode.unit_s > least_s else least_s
+
+
+def _batches_s(rate: StageRate, amount: float, largest: float) -> float:
+    return rate.base_s * math.ceil(amount / largest) + rate.unit_s * amount if amount > 0 else 0.0
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):

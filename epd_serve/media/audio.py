@@ -1,20 +1,19 @@
 """Audio files: read their facts, and decode them to samples at a model's rate.
 
-PyAV (FFmpeg) reads files from memory only. The first bytes select one of a few accepted formats. Reading the facts
-decodes the whole file, because the number of prompt tokens depends on the number of samples, which headers of
-compressed files do not state. All this runs in the processes of :mod:`epd_serve.media.decoder`.
+Reading the facts decodes the whole file, because the number of prompt tokens depends on the number of samples,
+which headers of compressed files do not state. All this runs in the processes of
+:mod:`epd_serve.media.decoder`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.media.video import load_pyav, opened
+from epd_serve.errors import InvalidRequest
+from epd_serve.media.container import container_of, opened
 from epd_serve.types import AudioFacts
 
 if TYPE_CHECKING:
@@ -47,12 +46,12 @@ def read_audio_facts(data: bytes, limits: AudioLimits) -> AudioFacts:
     Raises InvalidRequest if the file is not audio, is corrupt, contradicts the format in the request or exceeds a
     limit; TooLarge if it has too many bytes.
     """
-    av, kind = load_pyav("sounds"), _kind(data, limits.max_bytes)
+    kind = container_of(data, "audio", limits.max_bytes)
     if limits.format and kind != limits.format:
         raise InvalidRequest(f"the audio has format {kind}, but the request says {limits.format}")
     if kind == "wav":
         _check_whole(data)
-    with _opened(av, data, kind) as (file, stream):
+    with opened(data, "audio", kind, CODECS) as (file, stream):
         promised_s = 0.0 if stream.duration is None else float(stream.duration * stream.time_base)
         _check_length(promised_s, limits)
         num_samples = rate = channels = 0
@@ -76,9 +75,10 @@ def read_samples(data: bytes, facts: AudioFacts, rate: int) -> Iterator[NDArray[
 
     Raises InvalidRequest if the file is corrupt or does not match its facts.
     """
-    av = load_pyav("sounds")
-    found = 0
-    with _opened(av, data, _kind(data, len(data))) as (file, stream):
+    import av  # an optional dependency
+
+    found, kind = 0, container_of(data, "audio", len(data))
+    with opened(data, "audio", kind, CODECS) as (file, stream):
         resampler = av.AudioResampler(format="flt", rate=rate)  # with 8 planes PyAV reads a ninth
         for frame in file.decode(stream):
             _check_frame(frame, facts.rate, facts.channels)
@@ -100,47 +100,6 @@ def _mean(piece: Any, channels: int) -> NDArray[np.float32]:
     if not (np.abs(mean) <= _LOUDEST).all():  # also catches NaN
         raise InvalidRequest(f"the audio contains NaN or samples beyond {_LOUDEST:g} times full scale")
     return mean
-
-
-@contextmanager
-def _opened(av: Any, data: bytes, kind: str) -> Iterator[tuple[Any, Any]]:
-    """Open the container and its first audio stream."""
-    with opened(av, data, kind, "audio") as file:
-        if not file.streams.audio:
-            raise InvalidRequest("the file contains no audio stream, or is truncated before it")
-        stream = file.streams.audio[0]
-        name = None if stream.codec_context is None else stream.codec_context.codec.canonical_name
-        if name is None or not (name in CODECS or name.startswith("pcm_")):
-            raise InvalidRequest(
-                f"the audio's codec is {name or 'unknown'}; supported are PCM, {', '.join(sorted(CODECS))}"
-            )
-        stream.codec_context.thread_count = 1  # limits apply per process, and other processes decode too
-        yield file, stream
-
-
-def _kind(data: bytes, max_bytes: int) -> str:
-    """Return FFmpeg's name of the container, from the first bytes."""
-    if not data:
-        raise InvalidRequest("the audio is empty (0 bytes)")
-    if len(data) > max_bytes:
-        raise TooLarge(f"the audio has {len(data)} bytes; at most {max_bytes} are accepted")
-    head = bytes(data[:12])
-    if head[:4] == b"RIFF" and head[8:] == b"WAVE":
-        return "wav"
-    if head[:4] == b"fLaC":
-        return "flac"
-    if head[:4] == b"OggS":
-        return "ogg"
-    if head[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip"):
-        return "mov"
-    if head[:4] == b"\x1aE\xdf\xa3":
-        return "matroska"
-    if head[:3] == b"ID3" or (head[:1] == b"\xff" and len(head) > 1 and head[1] & 0xE6 in (0xE2, 0xE4, 0xE6)):
-        return "mp3"
-    raise InvalidRequest(
-        f"the data is not readable audio (it starts with {head[:8]!r}); supported are WAV, MP3, FLAC, Ogg, "
-        "MP4 and WebM"
-    )
 
 
 def _check_whole(data: bytes) -> None:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -71,6 +71,15 @@ _LARGE_BYTES, _KEPT_BYTES = 1024**2, 16 * 1024**2
 _MAX_SAMPLES = 1 << 27
 #: Environment variables that workers inherit: only those that Python and its libraries need, so no secrets.
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR")
+#: Signals of a decoder that crashes.
+_CRASHES = tuple(-getattr(signal, f"SIG{name}") for name in ("SEGV", "BUS", "ABRT", "FPE", "ILL"))
+#: Advice for files that take too long.
+_REMEDIES = {
+    "image": "save it again with another program, or scale it down",
+    "video": "send a shorter or smaller one",
+    "audio": "send a shorter one, or save it as WAV or FLAC",
+    "structure": "simplify it",
+}
 _told: msgspec.msgpack.Decoder[Told] = msgspec.msgpack.Decoder(Told)
 T = TypeVar("T")
 
@@ -149,11 +158,8 @@ class DecoderPool:
         Args:
             size: width and height from the header, or after ``low_detail`` scaling.
         """
-        num_pixels = size[0] * size[1]
-        if num_pixels > self._limits.max_pixels:
-            raise InvalidRequest(
-                f"the image has {size[0]}x{size[1]} pixels; at most {self._limits.max_pixels} are accepted"
-            )
+        num_pixels = num_shown = size[0] * size[1]
+        self._check_pixels("image has", size)
         if low_detail:
             found = plain_size(data)
             num_pixels = _UNIT_PIXELS * _NUM_UNITS if found is None else found[0] * found[1]
@@ -161,7 +167,7 @@ class DecoderPool:
         if not is_small and not place.is_slow:
             await place.become_slow()  # first, so that no task holds units while it waits for a place
         job = PictureJob(size=size, low_detail=low_detail, limits=self._limits)
-        task = _Task("image", data, CHANNELS * size[0] * size[1], job, self._cpu_s)
+        task = _Task("image", data, job, self._cpu_s, num_bytes=CHANNELS * num_shown)
         async with AsyncExitStack() as room:
             if not is_small:
                 async with self._next_picture:  # one at a time, so that a large image is not starved
@@ -169,24 +175,21 @@ class DecoderPool:
                         await room.enter_async_context(self._units)
             with await self._run(task, place) as worker:
                 yield worker.pixels(size)[0]
-                is_light = not worker.is_nice and len(worker.area) <= _KEPT_BYTES
-                if is_light and len(self._idle) < self._num_kept:
+                if worker.is_light and len(self._idle) < self._num_kept:
                     worker.is_kept = True
                     self._idle.append(worker)
 
     async def size(self, data: bytes, *, cpu_s: float) -> tuple[int, int]:
         """Read the size of an image (:func:`epd_serve.media.picture.pixel_size`) within ``cpu_s`` CPU seconds."""
-        return await self._result(_Task("image", data, 0, SizeJob(self._limits), cpu_s), tuple[int, int])
+        return await self._result(_Task("image", data, SizeJob(self._limits), cpu_s), tuple[int, int])
 
     async def facts(self, data: bytes, limits: VideoLimits, list_fps: float | None = None) -> VideoFacts:
         """Read the facts of a video file or a frame list (:mod:`epd_serve.media.video`)."""
-        return await self._result(
-            _Task("video", data, 0, VideoFactsJob(limits, list_fps), self._cpu_s), VideoFacts
-        )
+        return await self._result(_Task("video", data, VideoFactsJob(limits, list_fps), self._cpu_s), VideoFacts)
 
     async def audio_facts(self, data: bytes, limits: AudioLimits, *, cpu_s: float) -> AudioFacts:
         """Decode an audio file for its facts within ``cpu_s`` CPU seconds (:mod:`epd_serve.media.audio`)."""
-        return await self._result(_Task("audio", data, 0, AudioFactsJob(limits), cpu_s), AudioFacts)
+        return await self._result(_Task("audio", data, AudioFactsJob(limits), cpu_s), AudioFacts)
 
     async def samples(
         self, data: bytes, facts: AudioFacts, rate: int, place: Place, *, cpu_s: float
@@ -200,9 +203,11 @@ class DecoderPool:
             raise InvalidRequest(f"the audio lasts {facts.duration_s:.0f} s, far more than any model accepts")
         if facts.duration_s > _QUICK_SOUND_S and not place.is_slow:
             await place.become_slow()
-        task = _Task("audio", data, SAMPLE_BYTES * count, AudioJob(facts, rate), cpu_s)
+        task = _Task("audio", data, AudioJob(facts, rate), cpu_s, num_bytes=SAMPLE_BYTES * count)
         with await self._run(task, place) as worker:
-            return worker.samples(count)
+            import numpy as np  # not installed at the gateway, which reads no samples
+
+            return np.frombuffer(worker.area, np.float32, count)
 
     async def frames(
         self, data: bytes, facts: VideoFacts, indices: Sequence[int], place: Place, *, cpu_s: float
@@ -211,35 +216,36 @@ class DecoderPool:
 
         ``cpu_s`` limits the CPU seconds of the whole video. The caller must close the generator.
         """
-        if facts.width * facts.height > self._limits.max_pixels:
-            raise InvalidRequest(
-                f"the video's frames have {facts.width}x{facts.height} pixels; at most {self._limits.max_pixels} "
-                "are accepted"
-            )
+        size = facts.width, facts.height
+        self._check_pixels("video's frames have", size)
         if not place.is_slow:
             await place.become_slow()
-        num_bytes = CHANNELS * facts.width * facts.height
+        num_bytes = CHANNELS * size[0] * size[1]
         num_at_once = max(1, min(len(indices), _FRAMES_BYTES // num_bytes))
         job = VideoJob(facts=facts, indices=list(indices), num_at_once=num_at_once)
-        task = _Task("video", data, num_bytes * num_at_once, job, cpu_s)
+        task = _Task("video", data, job, cpu_s, num_bytes=num_bytes * num_at_once)
         with await self._begin(task, cpu_s, _NICENESS) as worker:
-            deadline_s = asyncio.get_running_loop().time() + task.stall_s
-            while isinstance(told := _checked(await worker.answer(deadline_s), task, cpu_s), Frames):
-                yield worker.pixels((facts.width, facts.height), told.count)
+            while isinstance(told := await worker.answer(), Frames):
+                yield worker.pixels(size, told.count)
                 worker.tell(GO_ON)
 
     async def compile(self, grammars: Sequence[str], place: Place, *, cpu_s: float) -> Compiled:
         """Compile grammars within ``cpu_s`` CPU seconds and return their problems."""
-        task = _Task("structure", msgspec.json.encode(grammars), 0, GrammarJob(), cpu_s)
+        task = _Task("structure", msgspec.json.encode(grammars), GrammarJob(), cpu_s)
         return await self._result(task, Compiled, place)
 
     # ------------------------------------------------------------------ inside
 
+    def _check_pixels(self, what: str, size: tuple[int, int]) -> None:
+        if size[0] * size[1] > self._limits.max_pixels:
+            raise InvalidRequest(
+                f"the {what} {size[0]}x{size[1]} pixels; at most {self._limits.max_pixels} are accepted"
+            )
+
     async def _result(self, task: _Task, kind: type[T], place: Place | None = None) -> T:
         """Run a task and return its result."""
         with await self._run(task, place) as worker:
-            assert isinstance(worker.told, Done)
-            return msgspec.convert(worker.told.result, kind)
+            return msgspec.convert(worker.result, kind)
 
     async def _run(self, task: _Task, place: Place | None = None) -> _Worker:
         """Run a task and return its worker, whose shared memory holds the result.
@@ -248,26 +254,22 @@ class DecoderPool:
         """
         if place is not None and not place.is_slow:
             quick_s = min(_QUICK_CPU_S + _QUICK_S_PER_BYTE * task.num_bytes, task.cpu_s)
-            # niceness even for a grammar's first try: many invalid grammars could occupy the cores
-            worker = await self._try(task, quick_s, _NICENESS if isinstance(task.job, GrammarJob) else 0)
-            if worker.told != Ended(-signal.SIGPROF) or quick_s == task.cpu_s:
-                _checked(worker.told, task, quick_s)
-                return worker
+            try:
+                # niceness even for a grammar's first try: many invalid grammars could occupy the cores
+                return await self._try(task, quick_s, _NICENESS if isinstance(task.job, GrammarJob) else 0)
+            except _OutOfTime:
+                if quick_s == task.cpu_s:
+                    raise
             await place.become_slow()
-        worker = await self._try(task, task.cpu_s, 0 if place is None else _NICENESS)
-        _checked(worker.told, task, task.cpu_s)
-        return worker
+        return await self._try(task, task.cpu_s, 0 if place is None else _NICENESS)
 
     async def _try(self, task: _Task, cpu_s: float, niceness: int) -> _Worker:
-        """Run a task once and return its worker, closed if it gave no result."""
         worker = await self._begin(task, cpu_s, niceness)
         try:
-            told = await worker.answer(asyncio.get_running_loop().time() + task.stall_s)
+            await worker.answer()
         except BaseException:
             worker.close()
             raise
-        if told is None or isinstance(told, Ended | Refused):
-            worker.close()
         return worker
 
     async def _begin(self, task: _Task, cpu_s: float, niceness: int) -> _Worker:
@@ -281,30 +283,9 @@ class DecoderPool:
             worker.close()
         else:
             assert self._control is not None
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            worker = _Worker(ours)
-            with theirs:
-                try:
-                    given = [theirs.fileno(), worker.descriptor]
-                    socket.send_fds(self._control, [task.job.libraries], given)
-                except OSError as error:
-                    worker.close()
-                    raise Unavailable("cannot start a process to decode media", code="decoder_lost") from error
+            worker = _Worker(self._control, task.job.libraries)
         try:
-            num_bytes = max(len(task.data), task.num_bytes)
-            if len(task.data) > _LARGE_BYTES:
-                await asyncio.to_thread(worker.write, task.data, num_bytes)
-            else:
-                worker.write(task.data, num_bytes)
-            worker.is_nice = bool(niceness)
-            assignment = Assignment(
-                num_bytes=len(task.data),
-                area_bytes=len(worker.area),
-                cpu_s=cpu_s,
-                niceness=niceness,
-                job=task.job,
-            )
-            worker.tell(msgspec.msgpack.encode(assignment))
+            await worker.begin(task, cpu_s, niceness)
         except BaseException:
             worker.close()
             raise
@@ -318,78 +299,52 @@ class _Task:
     Attributes:
         what: kind of file, for error messages.
         data: the file.
-        num_bytes: size of the result.
         cpu_s: limit on CPU seconds.
+        num_bytes: size of the result in shared memory.
     """
 
     what: str
     data: bytes
-    num_bytes: int
     job: AnyJob
     cpu_s: float
-
-    @property
-    def stall_s(self) -> float:
-        """Seconds after which its worker counts as stalled."""
-        return _LEAST_STALL_S + _MAX_STRETCH * self.cpu_s
+    num_bytes: int = 0
 
 
-def _checked(told: Told | None, task: _Task, cpu_s: float) -> Told:
-    """Return the worker's answer, or raise the error of a failed task."""
-    what, who = task.what, "compiler" if task.what == "structure" else "decoder"
-    if told is None and what == "structure":  # it had enough time: another instance would fail too
-        raise InvalidRequest(
-            f"the structure did not compile within {task.stall_s:g} s: {_REMEDIES[what]}",
-            code="structure_too_complex",
-        )
-    if told is None:
-        raise StageTimeout(f"the {who} did not finish within {task.stall_s:g} s", code=f"{who}_stalled")
-    if isinstance(told, Refused):
-        raise InvalidRequest(told.message, code=f"{what}_too_complex" if told.code == "too_complex" else told.code)
-    if not isinstance(told, Ended):
-        return told
-    if told.code == -signal.SIGPROF:
-        raise InvalidRequest(
-            f"the {what} took more than {cpu_s:g} s of CPU time: {_REMEDIES[what]}",
-            code=f"{what}_too_complex",
-        )
-    if told.code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL):
-        raise InvalidRequest(
-            f"the {what} crashes the {who} ({signal.Signals(-told.code).name}): send another one",
-            code=f"{what}_crashes_{who}",
-        )
-    how = signal.Signals(-told.code).name if told.code < 0 else f"exit code {told.code}"
-    raise Unavailable(f"the worker for the {what} was killed ({how}); try again", code=f"{who}_lost")
-
-
-#: Advice for files that take too long.
-_REMEDIES = {
-    "image": "save it again with another program, or scale it down",
-    "video": "send a shorter or smaller one",
-    "audio": "send a shorter one, or save it as WAV or FLAC",
-    "structure": "simplify it",
-}
+class _OutOfTime(InvalidRequest):
+    """The task's CPU time ran out."""
 
 
 class _Worker:
     """A worker process with its socket and shared memory. Leaving its context kills it, unless it is kept.
 
+    Raises Unavailable if the process that forks workers is gone.
+
     Attributes:
-        descriptor: file descriptor of the shared memory.
-        told: its last answer; None after a timeout.
-        is_nice: it yields to other processes.
+        area: the shared memory.
+        result: that of the task; None if it is in the shared memory.
         is_kept: it outlives its context.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self._connection = connection
-        self.descriptor = os.memfd_create("media", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    area: mmap.mmap
+    _task: _Task
+
+    def __init__(self, control: socket.socket, libraries: bytes) -> None:
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.setblocking(False)
+        self._descriptor = os.memfd_create("media", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         # a compromised worker must not shrink the memory while this process reads it
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-        self._area: mmap.mmap | None = None
-        self.told: Told | None = None
-        self.is_kept = self.is_nice = False
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        self._num_bytes = 0
+        self._cpu_s = self._deadline_s = 0.0
+        self._is_nice = False
+        self.result: Any = None
+        self.is_kept = False
+        with theirs:
+            try:
+                socket.send_fds(control, [libraries], [theirs.fileno(), self._descriptor])
+            except OSError as error:
+                self.close()
+                raise Unavailable("cannot start a process to decode media", code="decoder_lost") from error
 
     def __enter__(self) -> Self:
         self.is_kept = False
@@ -400,24 +355,41 @@ class _Worker:
             self.close()
 
     @property
-    def area(self) -> mmap.mmap:
-        assert self._area is not None, "write() comes first"
-        return self._area
+    def is_light(self) -> bool:
+        """True if it may be reused: it has normal priority and little memory."""
+        return not self._is_nice and self._num_bytes <= _KEPT_BYTES
 
     def close(self) -> None:
         """Kill the worker; its memory lives as long as it is referenced. Idempotent."""
-        if self.descriptor >= 0:
+        if self._descriptor >= 0:
             self._connection.close()
-            os.close(self.descriptor)
-            self.descriptor = -1
+            os.close(self._descriptor)
+            self._descriptor = -1
 
-    def write(self, data: bytes, num_bytes: int) -> None:
-        """Copy a file into the shared memory, grown to at least ``num_bytes``."""
-        if self._area is None or len(self._area) < num_bytes:
-            num_bytes += -num_bytes % mmap.PAGESIZE
-            os.ftruncate(self.descriptor, num_bytes)
-            self._area = mmap.mmap(self.descriptor, num_bytes)
-        self._area[: len(data)] = data
+    async def begin(self, task: _Task, cpu_s: float, niceness: int) -> None:
+        """Hand a task over, in shared memory that is grown if necessary."""
+        self._task, self._cpu_s, self._is_nice = task, cpu_s, bool(niceness)
+        self._deadline_s = asyncio.get_running_loop().time() + _LEAST_STALL_S + _MAX_STRETCH * task.cpu_s
+        num_bytes = max(len(task.data), task.num_bytes)
+        if self._num_bytes < num_bytes:
+            self._num_bytes = num_bytes + -num_bytes % mmap.PAGESIZE
+            os.ftruncate(self._descriptor, self._num_bytes)
+            self.area = mmap.mmap(self._descriptor, self._num_bytes)
+        if len(task.data) > _LARGE_BYTES:
+            await asyncio.to_thread(self._write, task.data)
+        else:
+            self._write(task.data)
+        assignment = Assignment(
+            num_bytes=len(task.data),
+            area_bytes=self._num_bytes,
+            cpu_s=cpu_s,
+            niceness=niceness,
+            job=task.job,
+        )
+        self.tell(msgspec.msgpack.encode(assignment))
+
+    def _write(self, data: bytes) -> None:
+        self.area[: len(data)] = data
 
     def tell(self, message: bytes) -> None:
         with suppress(OSError):  # the worker has ended; its answer will say how
@@ -433,35 +405,49 @@ class _Worker:
             pass
         return False
 
-    async def answer(self, deadline_s: float) -> Told | None:
-        """Return the worker's next message, or None at the deadline (event loop clock)."""
+    async def answer(self) -> Done | Frames:
+        """Return the worker's next message. Raises as the pool's methods do."""
+        what, who = self._task.what, "compiler" if self._task.what == "structure" else "decoder"
+        told: Told
         try:
-            async with asyncio.timeout_at(deadline_s):
+            async with asyncio.timeout_at(self._deadline_s):
                 message = await asyncio.get_running_loop().sock_recv(self._connection, MESSAGE_BYTES)
-            self.told = _told.decode(message) if message else Ended(1)
+            told = _told.decode(message) if message else Ended(1)
         except TimeoutError:
-            self.told = None
+            stall_s = _LEAST_STALL_S + _MAX_STRETCH * self._task.cpu_s
+            if what == "structure":  # it had enough time: another instance would fail too
+                raise InvalidRequest(
+                    f"the structure did not compile within {stall_s:g} s: {_REMEDIES[what]}",
+                    code="structure_too_complex",
+                ) from None
+            raise StageTimeout(f"the {who} did not finish within {stall_s:g} s", code=f"{who}_stalled") from None
         except OSError:
-            self.told = Ended(1)
+            told = Ended(1)
         except ValueError:  # sent by a compromised worker
-            self.told = Ended(-signal.SIGABRT)
-        return self.told
+            told = Ended(-signal.SIGABRT)
+        if isinstance(told, Refused):
+            is_complex = told.code == "too_complex"
+            raise InvalidRequest(told.message, code=f"{what}_too_complex" if is_complex else told.code)
+        if isinstance(told, Done | Frames):
+            self.result = told.result if isinstance(told, Done) else None
+            return told
+        if told.code == -signal.SIGPROF:
+            raise _OutOfTime(
+                f"the {what} took more than {self._cpu_s:g} s of CPU time: {_REMEDIES[what]}",
+                code=f"{what}_too_complex",
+            )
+        how = signal.Signals(-told.code).name if told.code < 0 else f"exit code {told.code}"
+        if told.code in _CRASHES:
+            raise InvalidRequest(
+                f"the {what} crashes the {who} ({how}): send another one", code=f"{what}_crashes_{who}"
+            )
+        raise Unavailable(f"the worker for the {what} was killed ({how}); try again", code=f"{who}_lost")
 
     def pixels(self, size: tuple[int, int], count: int = 1) -> NDArray[np.uint8]:
         """Return decoded images of one (width, height), [count, height, width, 3]."""
         import numpy as np  # not installed at the gateway, which reads no pixels
 
         shape = count, size[1], size[0], CHANNELS
-        self._check_room(math.prod(shape))
-        return np.frombuffer(self.area, np.uint8, math.prod(shape)).reshape(shape)
-
-    def samples(self, count: int) -> NDArray[np.float32]:
-        """Return decoded samples, [count]."""
-        import numpy as np  # not installed at the gateway, which reads no samples
-
-        self._check_room(SAMPLE_BYTES * count)
-        return np.frombuffer(self.area, np.float32, count)
-
-    def _check_room(self, num_bytes: int) -> None:
-        if not 0 < num_bytes <= len(self.area):  # a compromised worker
+        if not 0 < math.prod(shape) <= self._num_bytes:  # a compromised worker
             raise InvalidRequest("the media file crashes the decoder: send another one")
+        return np.frombuffer(self.area, np.uint8, math.prod(shape)).reshape(shape)

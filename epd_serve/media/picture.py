@@ -3,9 +3,9 @@
 The gateway and the encode instances share this module, so the size that the gateway reads from the header is the
 size of the image that the encoder decodes.
 
-:func:`plain_size` reads the size of a plain JPEG or PNG from its first bytes. Pillow, which gives the same sizes,
-reads all other files. It scans the whole file, and a few megabytes can keep it busy for an hour, so it runs in the
-processes of :mod:`epd_serve.media.decoder`.
+:func:`plain_size` reads the size of a plain JPEG or PNG from its first bytes; a corrupt one is noticed when it is
+decoded. Pillow reads all other files. It scans the whole file, and a few megabytes can keep it busy for an hour,
+so it runs in the processes of :mod:`epd_serve.media.decoder`.
 """
 
 from __future__ import annotations
@@ -185,18 +185,18 @@ HEADER_BYTES = 128 * 1024
 _SHORT_BYTES = 4 * 1024
 
 _PNG = b"\x89PNG\r\n\x1a\n"
+#: Bytes of the signature and the first chunk.
+_PNG_HEADER_BYTES = 33
 #: Chunks before the pixels that do not affect size or orientation.
 _PLAIN_CHUNKS = frozenset({b"sRGB", b"gAMA", b"pHYs", b"cHRM", b"sBIT", b"bKGD", b"tIME"})
 #: (bit depth, colour type)
 _PNG_KINDS = frozenset({(8, 0), (8, 2), (8, 4), (8, 6), (1, 0), (2, 0), (4, 0)})
 _JPEG, _EXIF = b"\xff\xd8\xff", b"Exif\0\0"
-_DQT, _SOS, _APP1 = 0xFFDB, 0xFFDA, 0xFFE1
+_SOS, _APP1 = 0xFFDA, 0xFFE1
 #: Baseline, extended sequential and progressive frames with Huffman coding.
 _FRAMES = frozenset({0xFFC0, 0xFFC1, 0xFFC2})
-#: Segments that do not affect the size: code tables, comments, application data.
-_SKIPPED = frozenset({0xFFC4, 0xFFDD, 0xFFFE, 0xFFE0, *range(0xFFE2, 0xFFF0)})
-#: 8-bit quantization tables, each after its number.
-_DQT_TABLES = re.compile(rb"(?:[\x00-\x0f].{64})+", re.DOTALL)
+#: Segments that do not affect the size: tables, comments, application data.
+_SKIPPED = frozenset({0xFFC4, 0xFFDB, 0xFFDD, 0xFFFE, 0xFFE0, *range(0xFFE2, 0xFFF0)})
 _SEGMENT = struct.Struct(">HH").unpack_from
 _FRAME = struct.Struct(">HHB").unpack_from
 
@@ -222,10 +222,7 @@ def _jpeg_size(head: bytes) -> tuple[int, int] | None:
             continue
         if position > last + 4:
             return None
-        if marker == _DQT:
-            if _DQT_TABLES.fullmatch(head, start, position) is None:
-                return None
-        elif marker in _FRAMES:
+        if marker in _FRAMES:
             if size is not None or length < 8 or head[start] != 8:
                 return None
             height, width, components = _FRAME(head, start + 1)
@@ -244,25 +241,18 @@ def _jpeg_size(head: bytes) -> tuple[int, int] | None:
 
 
 def _png_size(head: bytes) -> tuple[int, int] | None:
-    """Return the size if all chunks up to the first pixels are complete and plain, else None."""
-    size: tuple[int, int] | None = None
-    position = 8
+    """Return the size if all chunks up to the first pixels are plain, else None."""
+    if len(head) < _PNG_HEADER_BYTES or head[8:16] != b"\0\0\0\rIHDR":
+        return None
+    width, height, depth, colours = struct.unpack_from(">IIBB", head, 16)
+    if (depth, colours) not in _PNG_KINDS or any(head[26:29]) or not width or not height or (width | height) >> 31:
+        return None
+    position = _PNG_HEADER_BYTES
     while position + 8 <= len(head):
-        length, name = int.from_bytes(head[position : position + 4]), head[position + 4 : position + 8]
+        length, name = struct.unpack_from(">I4s", head, position)
         if name == b"IDAT":
-            return size
-        end = position + 12 + length
-        if end > len(head) or zlib.crc32(head[position + 4 : end - 4]) != int.from_bytes(head[end - 4 : end]):
+            return width, height
+        if name not in _PLAIN_CHUNKS:
             return None
-        if size is None:
-            header = head[position + 8 : end - 4]
-            if name != b"IHDR" or length != 13 or (header[8], header[9]) not in _PNG_KINDS or any(header[10:13]):
-                return None
-            width, height = int.from_bytes(header[:4]), int.from_bytes(header[4:8])
-            if not width or not height or (width | height) >> 31:
-                return None
-            size = width, height
-        elif name not in _PLAIN_CHUNKS:
-            return None
-        position = end
+        position += 12 + length
     return None

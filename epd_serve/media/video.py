@@ -1,21 +1,18 @@
 """Videos: read the facts of a container, and decode frames by number.
 
-PyAV (FFmpeg) reads files from memory only. The first bytes select one of a few accepted formats, so that FFmpeg
-never tries a demuxer that opens other files or URLs. A frame list is a sequence of JPEG files
-(:func:`pack_frames`), as in vLLM, and does not need PyAV. Both run in the processes of
-:mod:`epd_serve.media.decoder`, because a file may crash its decoder or keep it busy forever.
+A frame list is a sequence of JPEG files (:func:`pack_frames`), as in vLLM, and does not need PyAV. All this runs
+in the processes of :mod:`epd_serve.media.decoder`, because a file may crash its decoder or keep it busy forever.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.media.container import container_of, opened
 from epd_serve.media.picture import MediaLimits, open_image, pixel_size
 from epd_serve.types import VideoFacts
 
@@ -33,7 +30,6 @@ _SEEKABLE = frozenset(("h264", "hevc", "av1", "vp9", "mjpeg", "prores"))
 _MAX_RATE = 1000.0
 #: Limit on packets before the first frame.
 _MAX_DELAY = 256
-NO_PYAV = "{} need PyAV, which is not installed; run in epd-serve's clone: pip install '.[media]'"
 
 
 class VideoLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,16 +39,6 @@ class VideoLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: int
     max_frames: int
     max_seconds: float
-
-
-def load_pyav(what: str) -> Any:
-    """Import PyAV. Raises InvalidRequest that names the package to install for ``what``."""
-    try:
-        import av
-        import av.logging
-    except ImportError as error:
-        raise InvalidRequest(NO_PYAV.format(what), code="unsupported_media") from error
-    return av
 
 
 def pack_frames(frames: Sequence[bytes]) -> bytes:
@@ -70,11 +56,8 @@ def read_facts(data: bytes, limits: VideoLimits) -> VideoFacts:
     Raises InvalidRequest if the file is not a video, is corrupt or exceeds a limit; TooLarge if it has too many
     bytes.
     """
-    av, kind = load_pyav("videos"), _kind(data, limits.max_bytes)
-    with opened(av, data, kind, "video") as file:
-        stream = _stream(file)
-        codec = stream.codec_context
-        _check_size(codec.width, codec.height, limits.max_pixels)
+    with opened(data, "video", container_of(data, "video", limits.max_bytes), CODECS) as (file, stream):
+        _check_size(stream.codec_context.width, stream.codec_context.height, limits.max_pixels)
         num_frames, first = 0, None
         for packet in file.demux(stream):
             if packet.is_corrupt:
@@ -143,13 +126,11 @@ def read_frames(data: bytes, facts: VideoFacts, indices: Sequence[int]) -> Itera
                 raise InvalidRequest(f"frame {index} of the video has {image.size} pixels, unlike its header")
             yield np.asarray(image)
         return
-    av = load_pyav("videos")
-    kind = _kind(data, len(data))
     wanted = iter(indices)
     next_one = next(wanted, None)
     number = -1
     for is_sought in (True, False) if next_one else (False,):
-        for number, frame in _decoded(av, data, kind, facts, next_one if is_sought else None):
+        for number, frame in _decoded(data, facts, next_one if is_sought else None):
             if number != next_one:
                 continue
             if frame.is_corrupt:
@@ -168,15 +149,14 @@ def read_frames(data: bytes, facts: VideoFacts, indices: Sequence[int]) -> Itera
     raise InvalidRequest(f"the video ends after {number + 1} frames but its container lists {facts.num_frames}")
 
 
-def _decoded(av: Any, data: bytes, kind: str, facts: VideoFacts, first: int | None) -> Iterator[tuple[int, Any]]:
+def _decoded(data: bytes, facts: VideoFacts, first: int | None) -> Iterator[tuple[int, Any]]:
     """Yield the frames of a file with their numbers.
 
     With ``first``, seek to the last key frame at or before it, and stop when the container's timestamps and the
     decoder disagree on the numbers. Yield nothing if the file does not allow seeking.
     """
-    with opened(av, data, kind, "video") as file:
-        stream = _stream(file)
-        stream.codec_context.thread_count = 1  # limits apply per process, and other processes decode too
+    kind = container_of(data, "video", len(data))
+    with opened(data, "video", kind, CODECS) as (file, stream):
         if first is None:
             yield from enumerate(file.decode(stream))
             return
@@ -199,42 +179,6 @@ def _decoded(av: Any, data: bytes, kind: str, facts: VideoFacts, first: int | No
                 start += 1
 
 
-def _kind(data: bytes, max_bytes: int) -> str:
-    """Return FFmpeg's name of the container, from the first bytes."""
-    if not data:
-        raise InvalidRequest("the video is empty (0 bytes)")
-    if len(data) > max_bytes:
-        raise TooLarge(f"the video has {len(data)} bytes; at most {max_bytes} are accepted")
-    if data[:3] == b"GIF":
-        raise InvalidRequest(
-            "the video is a GIF: send it as image_url to use its first frame, or convert it to MP4"
-        )
-    if data[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip"):
-        return "mov"
-    if data[:4] == b"\x1aE\xdf\xa3":
-        return "matroska"
-    if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
-        return "avi"
-    if data[:1] == b"G" and data[188:189] in (b"G", b""):
-        return "mpegts"
-    raise InvalidRequest(
-        f"the data is not a readable video (it starts with {bytes(data[:8])!r}); "
-        "supported are MP4, QuickTime, WebM, Matroska, AVI and MPEG-TS"
-    )
-
-
-def _stream(file: Any) -> Any:
-    if not file.streams.video:
-        raise InvalidRequest("the file contains no video stream, or is truncated before it")
-    stream = file.streams.video[0]
-    name = None if stream.codec_context is None else stream.codec_context.codec.canonical_name
-    if name not in CODECS:
-        raise InvalidRequest(
-            f"the video's codec is {name or 'unknown'}; supported are {', '.join(sorted(CODECS))}"
-        )
-    return stream
-
-
 def _displayed(frame: Any) -> tuple[int, int]:
     """Return the displayed width and height of a frame, applying its rotation."""
     is_turned = round(frame.rotation / 90) % 2
@@ -251,19 +195,3 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
 
 def _beyond(found: str, remedy: str) -> InvalidRequest:
     return InvalidRequest(f"the video has {found}: {remedy}", code="video_too_large")
-
-
-@contextmanager
-def opened(av: Any, data: bytes, kind: str, what: str) -> Iterator[Any]:
-    """Open a container from memory, giving FFmpeg access to nothing else; convert its errors to InvalidRequest.
-
-    ``kind`` is FFmpeg's name of the container, ``what`` the kind of file for error messages.
-    """
-    options = {"protocol_whitelist": "none"}
-    try:
-        with av.open(io.BytesIO(data), format=kind, options=options, metadata_errors="ignore") as file:
-            yield file
-    except av.FFmpegError as error:
-        raise InvalidRequest(f"the {what} is corrupt or truncated: {error.strerror}") from error
-    except (ValueError, EOFError, OverflowError, ZeroDivisionError, UnicodeError) as error:
-        raise InvalidRequest(f"the {what} is corrupt: {error}") from error

@@ -8,14 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from epd_serve.bench.types import Share
 from epd_serve.cost.profile import Profile
 from epd_serve.plan.pools import Fleet, Pool
 from epd_serve.plan.space import Candidate
-from epd_serve.sim.gateway import Job
-from epd_serve.sim.records import attainment, attains
-from epd_serve.sim.simulator import NoWay, Outcome, SimDeployment, build, simulate
-from epd_serve.sim.spec import Batching, SimInstanceSpec
+from epd_serve.sim.simulator import Job, NoWay, Simulation, simulate
+from epd_serve.sim.spec import Batching, SimDeployment, SimInstanceSpec, build
 from epd_serve.sim.workloads import SimRequest, at_rate
 from epd_serve.types import Stage
 
@@ -61,8 +58,34 @@ class Bound:
     loads: dict[Stage, float]
 
 
-def stage_seconds(
-    spec: SimInstanceSpec, mean: MeanRequest, tpot_s: float | None, ttft_s: float | None, stage: Stage
+def bound(deployment: SimDeployment, mean: MeanRequest, *, ttft_s: float | None, tpot_s: float | None) -> Bound:
+    """Return the bound of a deployment, with each stage's work divided among its instances by their speed."""
+    loads: dict[Stage, float] = {}
+    busy: dict[str, dict[Stage, float]] = {}  # seconds per request, by device
+    profiles: dict[str, Profile] = {}
+    for stage in Stage:
+        covering = [one for one in deployment.instances if stage in one.role.stages]
+        if stage is Stage.DECODE:  # PD instances keep their own prompts
+            covering = [one for one in covering if one.role.prefills] or covering
+        seconds = [_stage_s(one, mean, stage, ttft_s=ttft_s, tpot_s=tpot_s) for one in covering]
+        speed = sum(1 / value for value in seconds if value > 0)
+        if speed:
+            loads[stage] = min(seconds)
+            for one in covering:
+                device = f"{one.host}/{one.device}"
+                profiles.setdefault(device, one.profile)
+                busy.setdefault(device, dict.fromkeys(Stage, 0.0))[stage] += 1 / speed
+    totals = {device: _device_s(stages, profiles[device]) for device, stages in busy.items()}
+    worst = max(totals, key=lambda device: totals[device])
+    return Bound(
+        rate=1 / totals[worst] if totals[worst] > 0 else math.inf,
+        bottleneck=max(busy[worst], key=lambda stage: busy[worst][stage]),
+        loads=loads,
+    )
+
+
+def _stage_s(
+    spec: SimInstanceSpec, mean: MeanRequest, stage: Stage, *, ttft_s: float | None, tpot_s: float | None
 ) -> float:
     """Return the seconds of one stage of a request in full batches (EPD-Serve, algorithm 2, lines 6 to 11)."""
     profile = spec.profile
@@ -77,58 +100,26 @@ def stage_seconds(
     num_tokens = mean.num_prompt_tokens(profile)
     if stage is Stage.PREFILL:
         together = max(1, int(spec.batching.max_num_tokens // max(num_tokens, 1)))
-        seconds = profile.step_s(num_tokens * together, together, 0, together * num_tokens**2)
-        return seconds / together
-    steps = max(mean.num_output_tokens - 1, 0.0)
-    if not steps:
-        return 0.0
+        return profile.step_s(num_tokens * together, together, 0, together * num_tokens**2) / together
     context = num_tokens + mean.num_output_tokens / 2
     held = context + spec.state_blocks * spec.block_size
     room = max(int(spec.num_blocks * spec.block_size / max(held, 1)), 1)
     batch = max(min(spec.batching.max_num_seqs, room), 1)
     while batch > 1 and tpot_s is not None and profile.step_s(batch, batch, batch * context) > tpot_s:
         batch = max(int(batch * 0.9), batch // 2) if batch > 2 else 1
-    return steps * profile.step_s(batch, batch, batch * context) / batch
+    return max(mean.num_output_tokens - 1, 0.0) * profile.step_s(batch, batch, batch * context) / batch
 
 
-def bound(deployment: SimDeployment, mean: MeanRequest, *, ttft_s: float | None, tpot_s: float | None) -> Bound:
-    """Return the bound of a deployment, with each stage's work divided among its instances by their speed."""
-    busy: dict[str, dict[Stage, float]] = {}
-    loads: dict[Stage, float] = {}
-    for stage in Stage:
-        covering = [one for one in deployment.instances if stage in one.role.stages]
-        if stage is Stage.DECODE:  # PD instances keep their own prompts
-            covering = [one for one in covering if one.role.prefills] or covering
-        seconds = {one.name: stage_seconds(one, mean, tpot_s, ttft_s, stage) for one in covering}
-        speed = sum(1 / value for value in seconds.values() if value > 0)
-        if not speed:
-            continue
-        loads[stage] = min(seconds.values())
-        for one in covering:
-            device = busy.setdefault(f"{one.host}/{one.device}", dict.fromkeys(Stage, 0.0))
-            device[stage] += 1 / speed
-    totals = {device: _device_seconds(stages, deployment, device) for device, stages in busy.items()}
-    worst = max(totals, key=lambda device: totals[device])
-    return Bound(
-        rate=1 / totals[worst] if totals[worst] > 0 else float("inf"),
-        bottleneck=max(busy[worst], key=lambda stage: busy[worst][stage]),
-        loads=loads,
-    )
-
-
-def _device_seconds(stages: dict[Stage, float], deployment: SimDeployment, device: str) -> float:
+def _device_s(stages: dict[Stage, float], profile: Profile) -> float:
     """Return the seconds per request of a device.
 
     The tower overlaps the language model except for shared resources; prefill and decode do not overlap.
     """
-    language = stages[Stage.PREFILL] + stages[Stage.DECODE]
-    tower = stages[Stage.ENCODE]
-    here = [one for one in deployment.instances if f"{one.host}/{one.device}" == device]
-    if here[0].profile.kind == "analytic":
-        profile = here[0].profile
-        compute = profile.compute_share * (tower + stages[Stage.PREFILL]) + 0.1 * stages[Stage.DECODE]
-        return max(language, tower, compute)
-    return language + tower
+    language, tower = stages[Stage.PREFILL] + stages[Stage.DECODE], stages[Stage.ENCODE]
+    if profile.kind == "measured":
+        return language + tower
+    compute = profile.compute_share * (tower + stages[Stage.PREFILL]) + 0.1 * stages[Stage.DECODE]
+    return max(language, tower, compute)
 
 
 #: Share of requests that must keep both limits (TriInfer, section 2.2).
@@ -142,6 +133,8 @@ _HEADROOM = 1.03
 #: Relative precision of the confirmation.
 _CONFIRM_PRECISION = 1.05
 _MAX_RATE = 1e5
+#: Devices of a host.
+_PER_HOST = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,6 +150,23 @@ class Goal:
     tpot_s: float | None
     beta: float = 0.0
     target: float = TARGET
+
+    @classmethod
+    def read(cls, text: str, beta: float = 0.0) -> Goal:
+        """Read limits in milliseconds, as in ``ttft=2000,tpot=50``. Raises ValueError for anything else."""
+        limits_s: dict[str, float | None] = {"ttft": None, "tpot": None}
+        for part in text.split(","):
+            name, _, value = part.strip().partition("=")
+            try:
+                limit_s = float(value) / 1e3
+            except ValueError:
+                limit_s = -1.0
+            if name not in limits_s or not 0 < limit_s < math.inf:
+                raise ValueError(
+                    f"--slo {text}: {part!r} is not a limit; write milliseconds, as in ttft=2000,tpot=50"
+                )
+            limits_s[name] = limit_s
+        return cls(ttft_s=limits_s["ttft"], tpot_s=limits_s["tpot"], beta=beta)
 
     def __str__(self) -> str:
         limits = (("TTFT", self.ttft_s), ("TPOT", self.tpot_s))
@@ -230,12 +240,8 @@ class Evaluator:
         horizon_s = max(LONGER * self.horizon_s, 4 * longest_s)
         return max(LONGER * self._least, min(math.ceil(rate * horizon_s), LONGER * self.most))
 
-    def attainment(self, candidate: Candidate, rate: float, count: int) -> Share:
-        """Return the SLO attainment at a rate; the simulation stops once it cannot reach the target."""
-        outcome = self.simulate(candidate, rate, count, early=True)
-        return attainment(outcome, self.goal.ttft_s, self.goal.tpot_s)
-
-    def simulate(self, candidate: Candidate, rate: float, count: int, *, early: bool = False) -> Outcome:
+    def simulate(self, candidate: Candidate, rate: float, count: int, *, early: bool = False) -> Simulation:
+        """Simulate ``count`` requests at a rate; with ``early``, stop once they cannot reach the target."""
         goal = self.goal
         requests = at_rate(_repeated(self.requests, count), rate)
         allowed = (1 - goal.target) * count
@@ -243,7 +249,7 @@ class Evaluator:
 
         def misses_target(done: list[Job]) -> bool:
             nonlocal seen, missed
-            missed += sum(not attains(job, goal.ttft_s, goal.tpot_s) for job in done[seen:])
+            missed += sum(not job.attains(goal.ttft_s, goal.tpot_s) for job in done[seen:])
             seen = len(done)
             return missed > allowed
 
@@ -267,8 +273,8 @@ class Evaluator:
             def keeps(rate: float) -> bool:
                 if rate > limit.rate:
                     return False
-                share = self.attainment(candidate, rate, max(int(self.count(rate) * fraction), 20))
-                return share.value >= self.goal.target
+                count = max(int(self.count(rate) * fraction), 20)
+                return self._is_attained(self.simulate(candidate, rate, count, early=True))
 
             if at_least and not (keeps(at_least) and self._confirm(candidate, at_least, fraction)[0]):
                 return self._evaluation(candidate, 0.0, limit)
@@ -316,11 +322,13 @@ class Evaluator:
         """Return whether a long simulation keeps the target without growing queues. Raises NoWay."""
         return rate <= self.bound(candidate).rate and self._confirm(candidate, rate, 1.0)[0]
 
-    def _confirm(self, candidate: Candidate, rate: float, fraction: float) -> tuple[bool, Outcome]:
+    def _confirm(self, candidate: Candidate, rate: float, fraction: float) -> tuple[bool, Simulation]:
         count = max(int(self.count_to_confirm(rate) * fraction), 100)
         outcome = self.simulate(candidate, _HEADROOM * rate, count, early=True)
-        share = attainment(outcome, self.goal.ttft_s, self.goal.tpot_s)
-        return share.value >= self.goal.target and is_steady(outcome.jobs), outcome
+        return self._is_attained(outcome) and is_steady(outcome.jobs), outcome
+
+    def _is_attained(self, outcome: Simulation) -> bool:
+        return outcome.attainment(self.goal.ttft_s, self.goal.tpot_s).value >= self.goal.target
 
     def _evaluation(self, candidate: Candidate, goodput: float, limit: Bound) -> Evaluation:
         cost = candidate.cost(self.fleet)
@@ -337,7 +345,7 @@ def deploy(candidate: Candidate, fleet: Fleet, goal: Goal) -> SimDeployment:
     """Return the simulated deployment of a plan. Raises NoWay if a model does not fit."""
     devices = candidate.devices(fleet)
     pool_of: dict[str, Pool] = {name: pool for pool, name in devices}
-    host_of = {name: f"{pool.device}/{index // pool.per_host}" for index, (pool, name) in enumerate(devices)}
+    host_of = {name: f"{pool.device}/{index // _PER_HOST}" for index, (pool, name) in enumerate(devices)}
     return build(
         candidate.topology,
         [name for _, name in devices],
@@ -395,7 +403,7 @@ def is_steady(jobs: Sequence[Job]) -> bool:
     return behind <= before + 2 * math.sqrt(before) + 1
 
 
-def served_per_s(outcome: Outcome) -> float:
+def served_per_s(outcome: Simulation) -> float:
     """Return requests finished per second, from a quarter of the run to its last arrival or its end."""
     until = min(outcome.seconds, outcome.jobs[-1].sent_s)
     since = until / 4

@@ -1,13 +1,19 @@
-"""Recommend a plan and explain whether it serves the load."""
+"""Recommend a plan, explain whether it serves the load, and write its deployment file."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from ruamel.yaml import YAML
 
 from epd_serve.bench.summary import percentile
-from epd_serve.plan.deployment import deployment_yaml
+from epd_serve.config import parse_config
 from epd_serve.plan.evaluate import Evaluation, Evaluator
 from epd_serve.plan.space import monolithic
 from epd_serve.plan.strategies import Found
@@ -116,13 +122,9 @@ def _context(
 
 def _describe_latencies(evaluator: Evaluator, plan: Evaluation, rate: float) -> str:
     count = min(evaluator.count_to_confirm(rate), evaluator.most)
-    ttft: list[float] = []
-    tpot: list[float] = []
-    for job in evaluator.simulate(plan.candidate, rate, count).jobs:
-        if job.first_token_s is not None and job.last_token_s is not None:
-            ttft.append(job.first_token_s - job.sent_s)
-            if job.num_output > 1:
-                tpot.append((job.last_token_s - job.first_token_s) / (job.num_output - 1))
+    jobs = evaluator.simulate(plan.candidate, rate, count).jobs
+    ttft = [job.ttft_s for job in jobs if job.ttft_s is not None]
+    tpot = [job.tpot_s for job in jobs if job.tpot_s is not None]
     text = f"At {rate:g} requests/s TTFT is {_percentiles(ttft)}"
     if tpot:
         text += f" and TPOT {_percentiles(tpot)}"
@@ -132,3 +134,87 @@ def _describe_latencies(evaluator: Evaluator, plan: Evaluation, rate: float) -> 
 def _percentiles(seconds: list[float]) -> str:
     ordered = sorted(seconds)
     return f"{1e3 * percentile(ordered, 50):.3g} and {1e3 * percentile(ordered, 90):.3g} ms"
+
+
+def deployment_yaml(evaluator: Evaluator, plan: Evaluation) -> str:
+    """Return a file for ``epd-serve up``. Raises ValueError if the schema rejects it."""
+    candidate, goal = plan.candidate, evaluator.goal
+    placed = candidate.devices(evaluator.fleet)
+    devices = [name for _, name in placed]
+    threads = next(({"threads": pool.threads} for pool, _ in placed if pool.threads), {})
+    slo: dict[str, float] = {}
+    if goal.ttft_s is not None:
+        slo["ttft_ms"] = 1e3 * goal.ttft_s
+    if goal.tpot_s is not None:
+        slo["tpot_ms"] = 1e3 * goal.tpot_s
+    tree: dict[str, Any] = {
+        "topology": candidate.line,
+        "model": {"shape_of": evaluator.fleet.shape_of} if evaluator.fleet.shape_of else evaluator.fleet.model,
+        "devices": ["cpu"] if set(devices) == {"cpu"} else devices,
+        "dtype": "auto",
+        "slo": slo,
+        "instances": {
+            "max_num_batched_tokens": candidate.step_tokens(evaluator.fleet),
+            "max_num_seqs": candidate.max_num_seqs,
+            **threads,
+            "batching": {"order": candidate.order},
+        },
+    }
+    stream = StringIO()
+    yaml = YAML()
+    yaml.default_flow_style = None
+    yaml.dump(tree, stream)
+    text = (
+        f"# {plan.goodput:.2f} requests/s with {goal.target:.0%} within the limits, in simulation; "
+        f"bottleneck: {plan.bound.bottleneck.name.lower()}.\n{stream.getvalue()}"
+    )
+    parse_config(text, source="the plan's deployment")
+    return text
+
+
+def as_dict(result: Recommendation, evaluator: Evaluator, found: Found) -> dict[str, Any]:
+    """Return the recommendation as JSON for ``--json``."""
+    return {
+        "recommended": str(result.chosen.candidate),
+        "rate": result.rate,
+        "answer": result.answer,
+        "goodput": result.chosen.goodput,
+        "cost": result.chosen.cost,
+        "bottleneck": result.chosen.bound.bottleneck.value,
+        "strategy": found.strategy,
+        "candidates": found.num_candidates,
+        "simulations": evaluator.num_simulations,
+        "simulated_requests": evaluator.num_requests,
+        "ranking": [
+            {
+                "plan": one.candidate.describe(evaluator.fleet),
+                "goodput": one.goodput,
+                "objective": one.objective if one.goodput else None,
+                "cost": one.cost,
+                "bound": one.bound.rate,
+                "bottleneck": one.bound.bottleneck.value,
+                "reason": one.reason,
+            }
+            for one in result.ranking
+        ],
+        "deployment": result.deployment,
+    }
+
+
+def show(result: Recommendation, evaluator: Evaluator, found: Found, console: Console, *, explain: bool) -> None:
+    """Print the answer; with ``explain``, also the ranking."""
+    for sentence in result.answer:
+        console.print(sentence, highlight=False)
+    if not explain:
+        return
+    console.print(
+        f"{found.strategy}: {found.num_candidates} plans, {evaluator.num_simulations} simulations of "
+        f"{evaluator.num_requests} requests.",
+        highlight=False,
+    )
+    table = Table("plan", "requests/s", "bound", "bottleneck", "cost", title=f"ranking, {evaluator.fleet}")
+    for plan in result.ranking[:10]:
+        goodput = f"{plan.goodput:.2f}" if plan.goodput else plan.reason or "less than the best"
+        name = plan.candidate.describe(evaluator.fleet)
+        table.add_row(name, goodput, f"{plan.bound.rate:.2f}", plan.bound.bottleneck.value, f"{plan.cost:,.0f}")
+    console.print(table)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,10 +29,8 @@ class _PoolFile(BaseModel):
 
     device: str
     count: Annotated[int, Field(ge=1, le=4096)]
-    kind: Kind | None = None
     price: Annotated[float, Field(ge=0)] | None = None
     profile: Path | None = None
-    per_host: Annotated[int, Field(ge=1)] = 8
 
 
 class _DevicesFile(BaseModel):
@@ -58,9 +57,7 @@ class Pool:
     price: float
     shape: ModelShape
     first: int = 0
-    per_host: int = 8
     measured: Profile | None = None
-    _profiles: dict[int, Profile] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,19 +69,14 @@ class Pool:
 
     def profile(self, tensor_parallel: int) -> Profile:
         """Return the profile for a tensor-parallel width. Raises ValueError for an unmeasured width."""
-        if self.measured is not None:
-            if self.measured.tensor_parallel != tensor_parallel:
-                raise ValueError(
-                    f"the profile of {self.device} has tensor-parallel width {self.measured.tensor_parallel}, "
-                    f"not {tensor_parallel}"
-                )
-            return self.measured
-        if tensor_parallel not in self._profiles:
-            sheet = spec_of(_sheet(self.device))
-            if self.kind == "emulated":  # this machine is the host: it launches while the device computes
-                sheet = replace(sheet, launch_s=0.0)
-            self._profiles[tensor_parallel] = analytic_profile(self.shape, sheet, tensor_parallel)
-        return self._profiles[tensor_parallel]
+        if self.measured is None:
+            return _analytic_profile(self.shape, self.device, tensor_parallel)
+        if self.measured.tensor_parallel != tensor_parallel:
+            raise ValueError(
+                f"the profile of {self.device} has tensor-parallel width {self.measured.tensor_parallel}, "
+                f"not {tensor_parallel}"
+            )
+        return self.measured
 
     @property
     def threads(self) -> int | None:
@@ -116,6 +108,14 @@ class Fleet:
         return " and ".join(f"{pool.count} x {pool.device}" for pool in self.pools)
 
 
+@lru_cache(maxsize=64)
+def _analytic_profile(shape: ModelShape, device: str, tensor_parallel: int) -> Profile:
+    sheet = spec_of(_sheet(device))
+    if _kind(device) == "emulated":  # this machine is the host: it launches while the device computes
+        sheet = replace(sheet, launch_s=0.0)
+    return analytic_profile(shape, sheet, tensor_parallel)
+
+
 _EXAMPLE = "model: qwen2.5-vl-7b, and pools: with '- {device: a100, count: 8}'"
 
 
@@ -144,7 +144,7 @@ def read_fleet(devices: str, model: str = "") -> Fleet:
         (lacks, *_) = (one.device for one, price in zip(file.pools, prices, strict=True) if price is None)
         raise ValueError(f"{where}{lacks} lacks a price, which another device has; give one to all or none")
     for one, price in zip(file.pools, prices, strict=True):
-        kind = one.kind or _kind(one.device)
+        kind = _kind(one.device)
         name = one.device if kind == "emulated" else kind
         if kind == "cpu" and name in used:
             raise ValueError(
@@ -168,7 +168,6 @@ def read_fleet(devices: str, model: str = "") -> Fleet:
                 price=1.0 if price is None or not is_priced else price,
                 shape=shape,
                 first=used.get(name, 0),
-                per_host=one.per_host,
                 measured=measured,
             )
         )

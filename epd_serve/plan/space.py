@@ -10,7 +10,7 @@ from itertools import product
 from epd_serve.config.sections import BatchingOrder
 from epd_serve.plan.pools import Fleet, Pool
 from epd_serve.topology import Topology, parse_topology
-from epd_serve.topology.notation import Unit, width_of
+from epd_serve.topology.notation import width_of
 
 #: Default for the sequences of a step.
 MOST_SEQS = 256
@@ -44,11 +44,6 @@ class Candidate:
         return self.line, self.pools
 
     @property
-    def batching(self) -> tuple[BatchingOrder, int, int | None]:
-        """The batching options: order, most sequences and most tokens."""
-        return self.order, self.max_num_seqs, self.max_num_tokens
-
-    @property
     def is_monolithic(self) -> bool:
         return all(str(member.role) == "EPD" for member in self.topology.members)
 
@@ -66,22 +61,15 @@ class Candidate:
         on_cpu = all(fleet.pools[index].kind == "cpu" for index, _ in self.pools)
         return self.max_num_tokens or (2048 if on_cpu else 8192)
 
-    def layout(self, fleet: Fleet) -> list[tuple[Unit, Pool, tuple[str, ...]]]:
-        """Return each unit of the topology with its pool and device names. A unit lies in one pool."""
-        devices = iter(self.devices(fleet))
-        found: list[tuple[Unit, Pool, tuple[str, ...]]] = []
-        for unit in self.topology.units:
-            taken = [next(devices) for _ in range(unit.count * width_of(unit))]
-            found.append((unit, taken[0][0], tuple(name for _, name in taken)))
-        return found
-
     def describe(self, fleet: Fleet) -> str:
         """Return text, with devices if there are several kinds: ``E on a100, 2PD on h200``."""
         if len(fleet.pools) == 1:
             return str(self)
         by_pool: dict[str, list[str]] = {}
-        for unit, pool, _ in self.layout(fleet):
-            by_pool.setdefault(pool.device, []).append(str(unit))
+        devices = self.devices(fleet)
+        for unit in self.topology.units:  # each lies in one pool
+            by_pool.setdefault(devices[0][0].device, []).append(str(unit))
+            devices = devices[unit.count * width_of(unit) :]
         where = ", ".join(f"{'-'.join(units)} on {device}" for device, units in by_pool.items())
         return where + str(self).removeprefix(self.line)
 

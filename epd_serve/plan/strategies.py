@@ -13,6 +13,8 @@ from epd_serve.sim.simulator import NoWay
 
 #: Number of plans to simulate, starting from the highest bound.
 WIDTH = 5
+#: Up to this many plans are searched exhaustively.
+_MAX_EXHAUSTIVE = 40
 #: Relative precision of goodput in an enumeration.
 _COARSE = 1.5 * PRECISION
 
@@ -30,14 +32,18 @@ class Found:
         return self.ranking[0]
 
 
-def enumerate_plans(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int | None = WIDTH) -> Found:
-    """Rank plans by bound and search the ``width`` best topologies (None: all) with all batching options.
+def enumerate_plans(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int | None = None) -> Found:
+    """Rank plans by bound and search the ``width`` best topologies with all batching options.
+
+    By default all topologies of a few plans are searched, which takes seconds, else those of the highest bounds.
 
     The first plan's goodput is found by search. Every other plan is simulated at the rate that it must exceed, and
     searched only if it does. Monolithic and disaggregated plans compete separately, to show what disaggregation
     gains. Raises ValueError if no plan meets the SLO at any rate.
     """
     goal, fleet = evaluator.goal, evaluator.fleet
+    if width is None:
+        width = len(candidates) if len(candidates) <= _MAX_EXHAUSTIVE else WIDTH
     bounded: list[tuple[float, Candidate]] = []
     reasons: set[str] = set()
     for one in candidates:
@@ -103,7 +109,8 @@ def tpe(evaluator: Evaluator, candidates: Sequence[Candidate], *, trials: int, s
     for one in candidates:
         members = "-".join(dict.fromkeys(str(member.role) for member in one.topology.members))
         shape = "".join(letter for letter in one.line if letter in "()-")
-        by_method.setdefault(f"{members} {shape} {one.pools} {one.batching}", []).append(one)
+        batching = one.order, one.max_num_seqs, one.max_num_tokens
+        by_method.setdefault(f"{members} {shape} {one.pools} {batching}", []).append(one)
     known: dict[Candidate, Evaluation] = {}
 
     def value(trial: Any) -> float:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 import torch
 
 from device.base import Device
@@ -26,7 +26,7 @@ from epd_serve.models.family import Family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
-from epd_serve.profiling.fits import Sample, decode_lines, encode_line, encode_s, residual
+from epd_serve.profiling.fits import Sample, decode_lines, encode_line, with_residuals
 from epd_serve.protocol.wire import KVLayout
 from epd_serve.sched.step_sizes import StepShape
 from epd_serve.transfer.embedded import EmbeddedTransport
@@ -74,130 +74,128 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
     device.activate()
     if options.threads is not None:
         device.set_threads(options.threads)
-    clock = time.process_time if options.clock == "cpu" else time.perf_counter
     family = load_family(options.model)
     if family.audio is not None and "image" not in family.token_ids:
         raise ValueError("the model accepts only sounds; profiles and plans support only text and images")
-    encodes = _measure_encodes(options, device, family, clock, progress)
-    steps, language, layout_bytes = _measure_steps(options, device, family, clock, progress)
-    transfers = _measure_transfers(clock, progress)
-    by_kind: dict[str, list[Sample]] = {}
-    for one in steps:
-        by_kind.setdefault(one[0], []).append(one)
+    grid = _Grid(options, device, family, progress)
+    encodes = grid.measure_encodes()
+    with _loaded_language(options, device, family) as (language, runner):
+        steps = grid.measure_steps(language, runner)
+    transfers = grid.measure_transfers()
     filled = [one for one in steps if one[0] != "decode"]
-    step_parts = fit_relative([[1.0, *work] for _, work, _ in filled], [one[2] for one in filled])
+    base_s, token_s, sequence_s, context_s, pair_s = fit_relative(
+        [[1.0, *work] for _, work, _ in filled], [one[2] for one in filled]
+    )
     handshake_s, byte_s = fit_relative([[1.0, *work] for _, work, _ in transfers], [one[2] for one in transfers])
-    byte_s = byte_s or 1e-12
-    step = Line(
-        base_s=step_parts[0],
-        token_s=step_parts[1],
-        sequence_s=step_parts[2],
-        context_s=step_parts[3],
-        pair_s=step_parts[4],
-    )
     typical = (448, 448)
-    text = family.config.get_text_config()
-    profile = Profile(
-        kind="measured",
-        device=options.device.split(":")[0],
-        description=f"{device.description}, {options.threads or 'all'} threads, {options.clock} time",
-        model=options.model_name,
-        software={
-            "epd-serve": __version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
-        threads=(options.threads or device.cores or 1) if device.type == "cpu" else 1,
-        dtype=str(options.dtype).removeprefix("torch."),
-        step=(step,),
-        encode=(encode_line(encodes),),
-        decode=decode_lines(by_kind["decode"]),
-        memory_bytes=float(device.headroom()),
-        kv_token_bytes=layout_bytes,
-        state_bytes=language.state_blocks(BLOCK_SIZE) * layout_bytes * BLOCK_SIZE,
-        feature_token_bytes=options.dtype.itemsize * text.hidden_size,
-        num_layers=language.num_layers,
-        pixels_per_token=family.num_pixels(typical) / family.num_image_tokens(typical),
-        min_pixels=family.num_pixels((32, 32)),
-        max_pixels=family.num_pixels((8192, 8192)),
-        handshake_s=handshake_s,
-        link_bytes_per_s=1 / byte_s,
-        samples=[*encodes, *steps, *transfers],
-    )
-    return msgspec.structs.replace(
-        profile,
-        residuals={
-            "encode": residual(encodes, lambda work: encode_s(profile, work)),
-            "transfer": residual(transfers, lambda work: handshake_s + byte_s * work[0]),
-            **{kind: residual(some, lambda work: profile.step_s(*work)) for kind, some in by_kind.items()},
-        },
+    dtype_bytes = options.dtype.itemsize
+    kv_token_bytes = 2 * language.num_layers * language.num_kv_heads * language.head_dim * dtype_bytes
+    return with_residuals(
+        Profile(
+            kind="measured",
+            device=options.device.split(":")[0],
+            description=f"{device.description}, {options.threads or 'all'} threads, {options.clock} time",
+            model=options.model_name,
+            software={
+                "epd-serve": __version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+            threads=(options.threads or device.cores or 1) if device.type == "cpu" else 1,
+            dtype=str(options.dtype).removeprefix("torch."),
+            step=(
+                Line(base_s=base_s, token_s=token_s, sequence_s=sequence_s, context_s=context_s, pair_s=pair_s),
+            ),
+            encode=(encode_line(encodes),),
+            decode=decode_lines([one for one in steps if one[0] == "decode"]),
+            memory_bytes=float(device.headroom()),
+            kv_token_bytes=kv_token_bytes,
+            state_bytes=language.state_blocks(BLOCK_SIZE) * kv_token_bytes * BLOCK_SIZE,
+            feature_token_bytes=dtype_bytes * family.config.get_text_config().hidden_size,
+            num_layers=language.num_layers,
+            pixels_per_token=family.num_pixels(typical) / family.num_image_tokens(typical),
+            min_pixels=family.num_pixels((32, 32)),
+            max_pixels=family.num_pixels((8192, 8192)),
+            handshake_s=handshake_s,
+            link_bytes_per_s=1 / (byte_s or 1e-12),
+            samples=[*encodes, *steps, *transfers],
+        )
     )
 
 
-def _measure_encodes(
-    options: GridOptions,
-    device: Device,
-    family: Family,
-    clock: Callable[[], float],
-    progress: Callable[[str], None],
-) -> list[Sample]:
-    tower = Tower(options.model, options.dtype, device)
-    samples: list[Sample] = []
-    for side in SIDES:
-        for count in BATCHES:
-            progress(f"encode {count} x {side}x{side}")
-            seconds = encode_seconds(tower, family, count, side=side, clock=clock)
+class _Grid:
+    """Measures all points of the grid."""
+
+    def __init__(
+        self, options: GridOptions, device: Device, family: Family, progress: Callable[[str], None]
+    ) -> None:
+        self._options = options
+        self._device = device
+        self._family = family
+        self._progress = progress
+        self._clock = time.process_time if options.clock == "cpu" else time.perf_counter
+
+    def measure_encodes(self) -> list[Sample]:
+        family, tower = self._family, Tower(self._options.model, self._options.dtype, self._device)
+        samples: list[Sample] = []
+        for side, count in product(SIDES, BATCHES):
+            self._progress(f"encode {count} x {side}x{side}")
+            seconds = encode_seconds(tower, family, count, side=side, clock=self._clock)
             samples.append(("encode", [float(count), float(family.num_pixels((side, side)))], seconds))
-    return samples
+        return samples
 
-
-def _measure_steps(
-    options: GridOptions,
-    device: Device,
-    family: Family,
-    clock: Callable[[], float],
-    progress: Callable[[str], None],
-) -> tuple[list[Sample], LanguageModel, int]:
-    size, num_blocks = BLOCK_SIZE, options.num_blocks
-    with step_timer(options, device, family, clock) as (timer, language):
-        longest = min(language.max_model_len, (num_blocks - 1) * size)
-        shapes = [
-            ("prefill", StepShape(chunks=((start, count),)))
-            for start in STARTS
-            for count in CHUNKS
-            if start + count <= longest
-        ]
+    def measure_steps(self, language: LanguageModel, runner: StepRunner) -> list[Sample]:
+        num_blocks = self._options.num_blocks
+        timer = StepTimer(
+            runner,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            num_position_axes=self._family.num_position_axes,
+            state_blocks=language.state_blocks(BLOCK_SIZE),
+            clock=self._clock,
+        )
+        longest = min(language.max_model_len, (num_blocks - 1) * BLOCK_SIZE)
+        shapes = [("prefill", StepShape(chunks=((start, count),))) for start, count in product(STARTS, CHUNKS)]
         shapes += [
             ("decode", StepShape(num_decodes=count, context=context, spread=SPREAD))
-            for count in DECODES
-            for context in CONTEXTS
+            for count, context in product(DECODES, CONTEXTS)
         ]
         shapes.append(("prefill", StepShape(chunks=((0, min(64, longest)),) * 4)))
         shapes += [
             ("mixed", StepShape(num_decodes=count, context=MIXED_CONTEXT, spread=SPREAD, chunks=((0, chunk),)))
-            for count in MIXED
-            for chunk in MIXED_CHUNKS
-            if chunk <= longest
+            for count, chunk in product(MIXED, MIXED_CHUNKS)
         ]
         samples: list[Sample] = []
         for kind, shape in shapes:
-            if shape.num_blocks(size) < num_blocks and max(shape.contexts, default=0) <= longest:
-                progress(f"{kind} {shape}")
+            lengths = [*shape.contexts, *(start + count for start, count in shape.chunks)]
+            if shape.num_blocks(BLOCK_SIZE) < num_blocks and max(lengths) <= longest:
+                self._progress(f"{kind} {shape}")
                 work = shape.work
                 row = [work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs]
-                seconds = timer.seconds(shape, STEADY_S)
-                samples.append((kind, [float(value) for value in row], seconds))
-    kv_bytes = 2 * language.num_layers * language.num_kv_heads * language.head_dim * options.dtype.itemsize
-    return samples, language, kv_bytes
+                samples.append((kind, [float(value) for value in row], timer.seconds(shape, STEADY_S)))
+        return samples
+
+    def measure_transfers(self) -> list[Sample]:
+        """Measure reads between two regions of shared memory, as for features and KV."""
+        ours, theirs = EmbeddedTransport(path="shm"), EmbeddedTransport(path="shm")
+        try:
+            source, target = theirs.allocate("source", max(TRANSFERS)), ours.allocate("target", max(TRANSFERS))
+            samples: list[Sample] = []
+            for nbytes in TRANSFERS:
+                self._progress(f"transfer of {nbytes} bytes")
+                with target.buffer[:nbytes] as data:
+                    seconds = median_s(lambda data=data: ours.read(source.region, [(0, data)]), self._clock)  # type: ignore[misc]
+                samples.append(("transfer", [float(nbytes)], max(seconds, 1e-7)))
+            return samples
+        finally:
+            ours.close()
+            theirs.close()
 
 
 @contextmanager
-def step_timer(
-    options: GridOptions,
-    device: Device,
-    family: Family,
-    clock: Callable[[], float],
-) -> Iterator[tuple[StepTimer, LanguageModel]]:
+def _loaded_language(
+    options: GridOptions, device: Device, family: Family
+) -> Iterator[tuple[LanguageModel, StepRunner]]:
     """Load the language model with its own KV memory."""
     language = LanguageModel(options.model, options.dtype, device)
     layout = KVLayout(
@@ -208,46 +206,18 @@ def step_timer(
         dtype=str(options.dtype).removeprefix("torch."),
         model="profile",
     )
-    state_blocks = language.state_blocks(BLOCK_SIZE)
+    num_blocks = options.num_blocks + language.state_blocks(BLOCK_SIZE)
     transport = EmbeddedTransport(path="shm")
     try:
         runner = StepRunner(
             language,
             device,
-            KVMemory(layout, options.num_blocks + state_blocks, device, transport).tensor.zero_(),
+            KVMemory(layout, num_blocks, device, transport).tensor.zero_(),
             num_position_axes=family.num_position_axes,
             graph_sizes=decode_graph_sizes(max(DECODES)),
             max_num_seqs=max(DECODES),
             max_model_len=min(language.max_model_len, (options.num_blocks - 1) * BLOCK_SIZE),
         )
-        timer = StepTimer(
-            runner,
-            num_blocks=options.num_blocks,
-            block_size=BLOCK_SIZE,
-            num_position_axes=family.num_position_axes,
-            state_blocks=state_blocks,
-            clock=clock,
-        )
-        yield timer, language
+        yield language, runner
     finally:
         transport.close()
-
-
-def _measure_transfers(clock: Callable[[], float], progress: Callable[[str], None]) -> list[Sample]:
-    """Measure reads between two regions of shared memory, as for features and KV."""
-    ours, theirs = EmbeddedTransport(path="shm"), EmbeddedTransport(path="shm")
-    try:
-        source, target = theirs.allocate("source", max(TRANSFERS)), ours.allocate("target", max(TRANSFERS))
-        samples: list[Sample] = []
-        for nbytes in TRANSFERS:
-            progress(f"transfer of {nbytes} bytes")
-            data = target.buffer[:nbytes]
-            try:
-                seconds = median_s(lambda data=data: ours.read(source.region, [(0, data)]), clock)  # type: ignore[misc]
-            finally:
-                data.release()
-            samples.append(("transfer", [float(nbytes)], max(seconds, 1e-7)))
-        return samples
-    finally:
-        ours.close()
-        theirs.close()

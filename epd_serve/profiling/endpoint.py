@@ -30,7 +30,7 @@ from epd_serve.cost.least_squares import fit_relative
 from epd_serve.cost.profile import Line, Profile
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
-from epd_serve.profiling.fits import Sample, decode_lines, encode_line, encode_s, residual
+from epd_serve.profiling.fits import Sample, decode_lines, encode_line, with_residuals
 
 #: Grid: prompt tokens; concurrent answers and their prompt tokens; image sides and images per request.
 PROMPTS = (32, 128, 512, 1024, 2048)
@@ -128,9 +128,7 @@ def profile_endpoint(
         encodes.append(("encode", [float(count), pixels], max(first_s - rest_s, _MIN_S)))
     if encodes:
         known = msgspec.structs.replace(known, encode=(encode_line(encodes),))
-    residuals = {"encode": residual(encodes, lambda work: encode_s(known, work))} if encodes else {}
-    residuals |= {some[0][0]: residual(some, lambda work: known.step_s(*work)) for some in (prefills, steps)}
-    return msgspec.structs.replace(known, residuals=residuals, samples=[*encodes, *prefills, *steps])
+    return with_residuals(msgspec.structs.replace(known, samples=[*encodes, *prefills, *steps]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

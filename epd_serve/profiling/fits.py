@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -39,19 +40,27 @@ def encode_line(samples: Sequence[Sample]) -> EncodeLine:
     return EncodeLine(base_s=base_s, image_s=image_s, pixel_s=pixel_s, pair_s=pair_s)
 
 
-def encode_s(profile: Profile, work: Sequence[float]) -> float:
-    count, pixels = work
-    return profile.encode_s([int(pixels)] * int(count))
-
-
-def residual(samples: Sequence[Sample], predict: Callable[[list[float]], float]) -> Residual:
-    errors = sorted(abs(predict(work) / seconds - 1) for _, work, seconds in samples)
-    return Residual(
-        num_samples=len(errors),
-        median=errors[len(errors) // 2],
-        p90=errors[int(0.9 * (len(errors) - 1))],
-        worst=errors[-1],
-    )
+def with_residuals(profile: Profile) -> Profile:
+    """Return a profile with the errors of its fits to its samples."""
+    residuals: dict[str, Residual] = {}
+    for stage in dict.fromkeys(stage for stage, *_ in profile.samples):
+        errors: list[float] = []
+        for _, work, seconds in (one for one in profile.samples if one[0] == stage):
+            if stage == "encode":
+                predicted_s = profile.encode_s([int(work[1])] * int(work[0]))
+            elif stage == "transfer":
+                predicted_s = profile.handshake_s + work[0] / profile.link_bytes_per_s
+            else:
+                predicted_s = profile.step_s(*work)
+            errors.append(abs(predicted_s / seconds - 1))
+        errors.sort()
+        residuals[stage] = Residual(
+            num_samples=len(errors),
+            median=errors[len(errors) // 2],
+            p90=errors[int(0.9 * (len(errors) - 1))],
+            worst=errors[-1],
+        )
+    return msgspec.structs.replace(profile, residuals=residuals)
 
 
 def advice(result: Profile, model: str, out: Path) -> list[str]:

@@ -12,8 +12,6 @@ from itertools import count
 class Clock:
     """A heap of events; simultaneous ones run in the order of their scheduling."""
 
-    __slots__ = ("_events", "_numbers", "now", "num_events")
-
     def __init__(self) -> None:
         self.now = 0.0
         self.num_events = 0
@@ -32,12 +30,9 @@ class Clock:
         return bool(self._events)
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Run events until a condition holds. Raises RuntimeError if events run out first."""
-        events = self._events
+        """Run events until a condition holds."""
         while not until():
-            if not events:
-                raise RuntimeError(f"no events left at {self.now:.3f} s")
-            self.now, _, run = heapq.heappop(events)
+            self.now, _, run = heapq.heappop(self._events)
             self.num_events += 1
             run()
 
@@ -49,16 +44,16 @@ class Activity:
     Attributes:
         compute, bandwidth: share of the device's peak used when alone.
         work_s, done_s: duration when alone, and its finished part.
+        version: how often its end was scheduled; only the last one counts.
     """
 
     compute: float
     bandwidth: float
     work_s: float
-    on_end: Callable[[], None] = lambda: None
+    on_end: Callable[[], None]
     done_s: float = 0.0
     rate: float = 1.0
     since_s: float = 0.0
-    begun_s: float = 0.0
     version: int = 0
 
 
@@ -72,35 +67,28 @@ class SimDevice:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._active: list[Activity] = []
-        self.busy_s = 0.0
-        self._busy_since = 0.0
 
     def start(self, activity: Activity) -> None:
         """Begin an activity; its ``on_end`` is called at the end."""
-        if not self._active:
-            self._busy_since = self._clock.now
         self._active.append(activity)
-        activity.since_s = activity.begun_s = self._clock.now
+        activity.since_s = self._clock.now
         self._share()
 
     def _share(self) -> None:
-        compute = bandwidth = 0.0
+        rate, now_s = 1.0, self._clock.now
         if len(self._active) > 1:  # one activity alone runs at full speed
             compute = sum(one.compute for one in self._active)
             bandwidth = sum(one.bandwidth for one in self._active)
-        rate = 1 / max(1.0, compute, bandwidth)
+            rate = 1 / max(1.0, compute, bandwidth)
         for one in self._active:
             if rate != one.rate or not one.version:
-                one.done_s = min(one.done_s + (self._clock.now - one.since_s) * one.rate, one.work_s)
-                one.since_s, one.rate = self._clock.now, rate
+                one.done_s = min(one.done_s + (now_s - one.since_s) * one.rate, one.work_s)
+                one.since_s, one.rate = now_s, rate
                 one.version += 1
                 self._clock.after((one.work_s - one.done_s) / rate, partial(self._end, one, one.version))
 
     def _end(self, activity: Activity, version: int) -> None:
-        if activity.version != version:  # another end is scheduled
-            return
-        self._active.remove(activity)
-        if not self._active:
-            self.busy_s += self._clock.now - self._busy_since
-        self._share()
-        activity.on_end()
+        if activity.version == version:  # else another end is scheduled
+            self._active.remove(activity)
+            self._share()
+            activity.on_end()

@@ -1,89 +1,343 @@
-"""Build a simulated deployment from a topology and devices, and run requests through it."""
+"""Run requests through a simulated deployment: real instance table, router and retry on a virtual clock."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from typing import Any
 
-from epd_serve.cost.profile import Profile
+from epd_serve.bench.summary import wilson
+from epd_serve.bench.types import Share
 from epd_serve.cost.stages import NETWORK, SAME_DEVICE, Link
-from epd_serve.routing.routes import RoutePolicy, Router
-from epd_serve.sched.sequence import Sequence as SequenceOfTokens
+from epd_serve.errors import ServeError
+from epd_serve.protocol.wire import MediaRef
+from epd_serve.routing.retry import LOOK_AGAIN_S, Retry
+from epd_serve.routing.routes import Demand, Route, RoutePolicy, Router
+from epd_serve.routing.table import InstanceTable, OpenCall
+from epd_serve.sched.sequence import Sequence as TokenSequence
 from epd_serve.sim.device import Clock, SimDevice
-from epd_serve.sim.gateway import Job, SimGateway
-from epd_serve.sim.instance import SimInstance
-from epd_serve.sim.language import LanguageSide
-from epd_serve.sim.spec import Batching, SimInstanceSpec, with_memory
+from epd_serve.sim.instance import Reservation, SimInstance
+from epd_serve.sim.spec import SimDeployment, SimInstanceSpec
 from epd_serve.sim.workloads import SimRequest
-from epd_serve.topology import Topology, place
-from epd_serve.topology.placement import CPU
-from epd_serve.types import Role, Routing
+from epd_serve.types import MediaSpan, SamplingParams, Stage
 
 #: Report interval of instances (instance/reports.py).
 REPORT_S = 0.18
+#: Wait for a missing stage, as at a gateway whose instances start immediately.
+WAIT_S = 55.0
+#: Collect garbage rarely: a run makes many objects but few cycles, and collection took 1/8 of its time.
 _COLLECT = 200_000, 20, 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SimDeployment:
-    """Instances behind one gateway."""
-
-    instances: tuple[SimInstanceSpec, ...]
-    routing: Routing = "least_loaded"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """The outcome of one run.
-
-    Attributes:
-        jobs: in the order of the requests.
-        busy: share of time in which each device was busy.
-        encoded: items that were encoded, not found in a store.
-    """
-
-    jobs: list[Job]
-    seconds: float
-    busy: dict[str, float]
-    encoded: int
-    num_steps: int
-    num_events: int
-    gateways: list[SimGateway]
-    instances: dict[str, SimInstance]
+_SAMPLING = SamplingParams(seed=0, temperature=0.0)
+_PROMPTS: dict[int, list[int]] = {}
 
 
 class NoWay(ValueError):
     """The deployment cannot work, for example because the weights do not fit."""
 
 
-@contextmanager
-def _rare_gc() -> Iterator[None]:
-    """Collect garbage rarely: a run makes many objects but few cycles, and collection took 1/8 of its time."""
-    before = gc.get_threshold()
-    gc.set_threshold(*_COLLECT)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request and its outcome, in virtual time; None: not yet."""
+
+    number: int
+    request: SimRequest
+    sent_s: float
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finish_s: float | None = None
+    num_output: int = 0
+    failure: str = ""
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.sent_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds between tokens; None for answers of one token."""
+        if self.first_token_s is None or self.last_token_s is None or self.num_output < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.num_output - 1)
+
+    def attains(self, ttft_s: float | None, tpot_s: float | None) -> bool:
+        """Return whether the request succeeded within both limits."""
+        if self.failure or self.ttft_s is None or self.finish_s is None:
+            return False
+        if ttft_s is not None and self.ttft_s > ttft_s:
+            return False
+        return tpot_s is None or self.tpot_s is None or self.tpot_s <= tpot_s
 
 
-class Operator(Protocol):
-    """Changes instances while a simulation runs."""
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A routed request; ``calls`` to P and D, ``blocks`` reserved at D."""
 
-    def begin(
+    job: Job
+    route: Route
+    sequence: TokenSequence
+    calls: dict[Stage, OpenCall] = field(default_factory=dict)
+    blocks: Any = None
+    is_prefilled: bool = False
+
+
+class Simulation:
+    """A deployment behind a gateway, on virtual time.
+
+    Attributes:
+        jobs: in the order of the requests.
+        table: the gateway's view of the instances.
+        num_open: requests that have a route and are not complete.
+        num_encoded: items that were encoded, not found in a store.
+    """
+
+    def __init__(self, deployment: SimDeployment, requests: Sequence[SimRequest]) -> None:
+        self.clock = Clock()
+        self.instances: dict[str, SimInstance] = {}
+        self.jobs = [Job(number, request, request.at_s) for number, request in enumerate(requests)]
+        self.seconds = 0.0
+        self._done: list[Job] = []
+        self._devices: dict[str, SimDevice] = {}
+        self._replaced: list[SimInstance] = []
+        for spec in deployment.instances:
+            self.start_instance(spec)
+        self.table = InstanceTable([(name, "") for name in self.instances])
+        for name, instance in self.instances.items():
+            self.table.update(name, instance.info(), contains=0)
+        self._router = Router(RoutePolicy(deployment.routing))
+        self._spec = deployment.instances[0]  # prompts have the same tokens and blocks everywhere
+        self._running: dict[str, _Running] = {}
+        self._complete_at_s: float | None = None  # when each stage last had an instance
+
+    @property
+    def num_open(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_encoded(self) -> int:
+        return sum(one.num_encoded for one in [*self.instances.values(), *self._replaced])
+
+    @property
+    def num_steps(self) -> int:
+        return sum(one.num_steps for one in [*self.instances.values(), *self._replaced])
+
+    def start_instance(self, spec: SimInstanceSpec, pid: int = 1) -> None:
+        """Start an instance, in place of the one of its name. Raises NoWay."""
+        if spec.role.has_language_model and spec.num_blocks < 8 + spec.state_blocks:
+            raise NoWay(f"{spec.name}: the weights leave no room for KV on {spec.device}")
+        device = self._devices.setdefault(f"{spec.host}/{spec.device}", SimDevice(self.clock))
+        if spec.name in self.instances:
+            self._replaced.append(self.instances[spec.name])
+        self.instances[spec.name] = one = SimInstance(
+            self.clock, device, spec, on_prompt=self._end_prompt, on_end=self._end_answer
+        )
+        one.pid = pid
+
+    def run(
         self,
-        clock: Clock,
-        gateway: SimGateway,
-        instances: dict[str, SimInstance],
-        start: Callable[[SimInstanceSpec, int], None],
+        *,
+        give_up: Callable[[list[Job]], bool] | None = None,
+        on_report: Callable[[Simulation], None] | None = None,
     ) -> None:
-        """Begin; ``start(spec, pid)`` replaces the instance of that name."""
+        """Run all requests to their ends.
 
-    def tick(self) -> None:
-        """Run after each round of reports."""
+        Args:
+            give_up: called with the finished jobs after each round of reports; True stops the run.
+            on_report: called after each round of reports, the first at time 0; it may change instances.
+        """
+        given_up = False
+
+        def report_all() -> None:
+            nonlocal given_up
+            for name, instance in self.instances.items():
+                if instance.is_changed:
+                    self.table.report(name, instance.report())
+            if not self.table.missing_stages():
+                self._complete_at_s = self.clock.now
+            if on_report is not None:
+                on_report(self)
+            if not self.clock.has_events and len(self._done) < len(self.jobs):
+                raise RuntimeError(
+                    f"at {self.clock.now:.3f} s {len(self.jobs) - len(self._done)} requests are stuck"
+                )
+            given_up = given_up or (give_up is not None and give_up(self._done))
+            self.clock.after(REPORT_S, report_all)
+
+        if not self.table.missing_stages():
+            self._complete_at_s = self.clock.now
+        if self.jobs:
+            self.clock.at(self.jobs[0].sent_s, partial(self._arrive, 0))
+        self.clock.at(0.0, report_all)
+        before = gc.get_threshold()
+        gc.set_threshold(*_COLLECT)
+        try:
+            self.clock.run(lambda: len(self._done) == len(self.jobs) or given_up)
+            self.seconds = self.clock.now
+            self.clock.run(lambda: given_up or not any(one.is_stepping for one in self.instances.values()))
+        finally:
+            gc.set_threshold(*before)
+
+    def attainment(self, ttft_s: float | None, tpot_s: float | None) -> Share:
+        """Return the SLO attainment; requests unfinished in a stopped run count as missed."""
+        return wilson(sum(job.attains(ttft_s, tpot_s) for job in self.jobs), len(self.jobs))
+
+    # ------------------------------------------------------------------ requests
+
+    def _arrive(self, index: int) -> None:
+        job = self.jobs[index]
+        request = job.request
+        demand = Demand(
+            num_characters=4 * request.num_text_tokens,
+            num_pixels=request.num_pixels,
+            max_tokens=request.max_tokens,
+            prefix=_prefix(request) if self._router.routes.uses_prefix else (),
+            prefix_characters=4 * request.num_text_tokens,
+        )
+        retry = Retry(self.table, self._router, "model", demand)
+        self.clock.after(self._spec.profile.request_s, partial(self._send, job, retry))
+        if index + 1 < len(self.jobs):
+            self.clock.at(self.jobs[index + 1].sent_s, partial(self._arrive, index + 1))
+
+    def _send(self, job: Job, retry: Retry) -> None:
+        """Call P, D and the encoders at once; retry later if a stage lacks an instance."""
+        try:
+            route = retry.pick_route(self.clock.now, WAIT_S, self._complete_at_s)
+            if route is None:
+                self.clock.after(LOOK_AGAIN_S, partial(self._send, job, retry))
+                return
+            sequence = self._sequence(job, hand_off=not route.fused)
+            for record, num_new in ((route.prefill, 0), (route.decode, job.request.num_output_tokens)):
+                tables = self.instances[record.name].queues.tables
+                tables.check_fits(sequence.num_prompt_tokens, num_new, 1)
+        except ServeError as error:
+            job.finish_s, job.failure = self.clock.now, error.message
+            self._done.append(job)
+            return
+        running = self._running[sequence.request_id] = _Running(job, route, sequence)
+        stages = (Stage.PREFILL,) if route.fused else (Stage.PREFILL, Stage.DECODE)
+        for stage in stages:
+            record = route.at(stage)
+            is_prefill = stage is Stage.PREFILL
+            running.calls[stage] = self.table.open_call(
+                record,
+                stage,
+                request_id=sequence.request_id,
+                work=route.prefill_work if is_prefill else route.decode_work,
+                prefix=route.prefix if is_prefill else (),
+            )
+            self.instances[record.name].receive(stage, sequence.request_id)
+        items = list({ref.mm_hash: ref for ref in job.request.media}.values())
+        encoders = self._router.encoders.choose_encoders(self.table, route.prefill, items) if items else []
+        if not route.fused:
+            self.instances[route.decode.name].num_expected += 1
+        for ref, encoder in zip(items, encoders, strict=True):
+            self._encode(running, ref, encoder.name)
+        prefill = self.instances[route.prefill.name]
+        sequence.arrival_s = self.clock.now
+        if route.fused:
+            prefill.submit(sequence)
+            return
+
+        def granted(blocks: Any) -> None:
+            running.blocks = blocks
+            self.clock.after(0.0, partial(prefill.submit, sequence))
+
+        self.instances[route.decode.name].reserve(
+            Reservation(sequence.num_prompt_tokens, sequence.block_hashes, self.clock.now, granted)
+        )
+
+    def _encode(self, running: _Running, ref: MediaRef, encoder_name: str) -> None:
+        request_id, encoder = running.sequence.request_id, self.instances[encoder_name]
+        prefill = self.instances[running.route.prefill.name]
+        call = ExitStack()
+        call.enter_context(self.table.open_encode(self.table[encoder_name], ref, request_id))
+        encoder.receive(Stage.ENCODE, request_id)
+        profile = encoder.spec.profile
+        nbytes = profile.feature_token_bytes * profile.image_tokens(ref.num_pixels)
+
+        def arrived() -> None:
+            if not running.is_prefilled:  # else it has used another request's feature
+                prefill.take_feature(ref.mm_hash, request_id, nbytes)
+
+        def encoded() -> None:
+            call.close()
+            encoder.is_changed = True
+            if encoder is prefill:
+                arrived()
+            else:
+                self.clock.after(_link(encoder.spec, prefill.spec).seconds(nbytes), arrived)
+
+        if prefill.features.acquire(ref.mm_hash, request_id) is None:
+            encoder.encode(ref.mm_hash, ref.num_pixels, encoded)
+        else:
+            encoded()
+
+    def _end_prompt(self, instance: SimInstance, sequence: TokenSequence) -> None:
+        """Emit the first token of a computed prompt and send its KV to a separate D."""
+        running = self._running[sequence.request_id]
+        instance.is_changed = True
+        running.job.first_token_s = running.job.last_token_s = self.clock.now
+        instance.features.release(sequence.request_id)
+        running.is_prefilled = True
+        if running.route.fused:
+            return
+        decode = self.instances[running.route.decode.name]
+        num_tokens = sequence.num_prompt_tokens
+        computing_s = instance.spec.profile.step_s(num_tokens, 1, 0, num_tokens**2)
+        link = _link(instance.spec, decode.spec)
+        sent_s = instance.send_s(decode.spec.name, link, num_tokens, computing_s)
+        self.clock.after(sent_s, partial(self._hand_over, running, instance, decode))
+
+    def _hand_over(self, running: _Running, prefill: SimInstance, decode: SimInstance) -> None:
+        old = running.sequence
+        running.sequence = new = TokenSequence(
+            request_id=old.request_id,
+            prompt_ids=old.prompt_ids,
+            sampling=old.sampling,
+            max_tokens=old.max_tokens,
+            positions=None,
+            block_hashes=old.block_hashes,
+            arrival_s=self.clock.now,
+        )
+        running.calls.pop(Stage.PREFILL).close()
+        decode.resume(new, running.blocks)
+        prefill.release_sent(old)
+
+    def _end_answer(self, sequence: TokenSequence) -> None:
+        running = self._running.pop(sequence.request_id)
+        for call in running.calls.values():
+            call.close()
+        job = running.job
+        job.finish_s = job.last_token_s = self.clock.now
+        job.num_output = len(running.sequence.output_ids)
+        self._done.append(job)
+
+    def _sequence(self, job: Job, *, hand_off: bool) -> TokenSequence:
+        request, profile, block_size = job.request, self._spec.profile, self._spec.block_size
+        spans: list[MediaSpan] = []
+        start = 0
+        for item in request.media:
+            length = profile.image_tokens(item.num_pixels)
+            spans.append(MediaSpan(start, length, item.mm_hash))
+            start += length
+        num_tokens = start + request.num_text_tokens
+        return TokenSequence(
+            request_id=f"{job.number}",
+            prompt_ids=_PROMPTS.setdefault(num_tokens, [0] * num_tokens),
+            sampling=_SAMPLING,
+            max_tokens=request.num_output_tokens,
+            positions=(),
+            spans=spans,
+            block_hashes=[
+                blake2b(f"{request.prefix[: i + 1]!r}/{j}".encode(), digest_size=16).digest()
+                for i in range(len(request.prefix))
+                for j in range(request.prefix_tokens // block_size)
+            ],
+            hand_off=hand_off,
+        )
 
 
 def simulate(
@@ -91,154 +345,25 @@ def simulate(
     requests: Sequence[SimRequest],
     *,
     give_up: Callable[[list[Job]], bool] | None = None,
-    operator: Operator | None = None,
-    routers: Sequence[Router] = (),
-) -> Outcome:
-    """Run all requests to their ends; deterministic.
+    on_report: Callable[[Simulation], None] | None = None,
+) -> Simulation:
+    """Return a finished simulation of all requests (:meth:`Simulation.run`); deterministic."""
+    simulation = Simulation(deployment, requests)
+    simulation.run(give_up=give_up, on_report=on_report)
+    return simulation
 
-    Args:
-        give_up: called with the finished jobs after each report; True stops the run.
-        operator: changes instances, each alone on its device.
-        routers: one per gateway, which take requests in turn; default: one gateway with the deployment's routing.
-    """
-    clock = Clock()
-    devices: dict[str, SimDevice] = {}
-    instances: dict[str, SimInstance] = {}
-    every: list[SimInstance] = []
-    done: list[Job] = []
 
-    def link(one: SimInstance, other: SimInstance) -> Link:
-        if one.spec.host != other.spec.host:
-            return NETWORK
-        if one.spec.device == other.spec.device:
-            return SAME_DEVICE
-        return Link(handshake_s=one.spec.profile.handshake_s, bytes_per_s=one.spec.profile.link_bytes_per_s)
+def _link(one: SimInstanceSpec, other: SimInstanceSpec) -> Link:
+    if one.host != other.host:
+        return NETWORK
+    if one.device == other.device:
+        return SAME_DEVICE
+    return Link(handshake_s=one.profile.handshake_s, bytes_per_s=one.profile.link_bytes_per_s)
 
-    def start(spec: SimInstanceSpec, pid: int = 1) -> None:
-        if spec.role.has_language_model and spec.num_blocks < 8 + spec.state_blocks:
-            raise NoWay(f"{spec.name}: the weights leave no room for KV on {spec.device}")
-        place = f"{spec.host}/{spec.device}"
-        if place not in devices:
-            devices[place] = SimDevice(clock)
-        instances[spec.name] = one = SimInstance(
-            clock,
-            devices[place],
-            spec,
-            on_prompt=lambda instance, sequence: gateway_of(sequence).prompt_done(instance, sequence),
-            on_end=lambda sequence: gateway_of(sequence).ended(sequence),
-        )
-        one.pid = pid
-        every.append(one)
 
-    for spec in deployment.instances:
-        start(spec)
-    gateways = [
-        SimGateway(clock, instances, router, link=link, on_done=done.append)
-        for router in routers or [Router(RoutePolicy(deployment.routing))]
-    ]
-
-    def gateway_of(sequence: SequenceOfTokens) -> SimGateway:
-        return next(one for one in gateways if one.has(sequence))
-
-    jobs = [
-        Job(number=number, request=request, num_tokens=0, sent_s=request.at_s)
-        for number, request in enumerate(requests)
-    ]
-    given_up = False
-
-    def arrive(index: int) -> None:
-        gateways[index % len(gateways)].serve(jobs[index])
-        if index + 1 < len(jobs):
-            clock.at(jobs[index + 1].sent_s, lambda: arrive(index + 1))
-
-    def report_all() -> None:
-        nonlocal given_up
-        for name, instance in instances.items():
-            if instance.is_changed:
-                report = instance.report()
-                for gateway in gateways:
-                    gateway.table.report(name, report)
-        for gateway in gateways:
-            gateway.note_stages()
-        if operator is not None:
-            operator.tick()
-        if not clock.has_events and len(done) < len(jobs):
-            raise RuntimeError(f"at {clock.now:.3f} s {len(jobs) - len(done)} requests are stuck")
-        given_up = given_up or (give_up is not None and give_up(done))
-        clock.after(REPORT_S, report_all)
-
-    if operator is not None:
-        operator.begin(clock, gateways[0], instances, start)
-    if jobs:
-        clock.at(jobs[0].sent_s, lambda: arrive(0))
-    clock.at(0.0, report_all)
-
-    def languages() -> list[LanguageSide]:
-        """Return all language models, including those of replaced instances."""
-        return [one.language for one in every if one.language is not None]
-
-    with _rare_gc():
-        clock.run(lambda: len(done) == len(jobs) or given_up)
-        seconds = clock.now
-        clock.run(lambda: given_up or not any(one.is_busy for one in languages()))  # their last steps
-    return Outcome(
-        jobs=jobs,
-        seconds=seconds,
-        busy={name: device.busy_s / seconds if seconds else 0.0 for name, device in devices.items()},
-        encoded=sum(one.tower.num_encoded for one in every),
-        num_steps=sum(one.num_steps for one in languages()),
-        num_events=clock.num_events,
-        gateways=gateways,
-        instances=instances,
+def _prefix(request: SimRequest) -> tuple[tuple[int, bytes], ...]:
+    """Return each prefix of the prompt as (characters, hash)."""
+    return tuple(
+        (4 * request.prefix_tokens * (i + 1), blake2b(repr(request.prefix[: i + 1]).encode()).digest())
+        for i in range(len(request.prefix))
     )
-
-
-DEFAULT = Batching()
-
-
-def build(
-    topology: Topology,
-    devices: Sequence[str],
-    profile_of: Callable[[str, int], Profile],
-    *,
-    batching: Batching | Callable[[Role], Batching] = DEFAULT,
-    routing: Routing = "least_loaded",
-    host_of: Callable[[str], str] = lambda device: "host0",
-    block_size: int | None = None,
-    num_blocks: int | None = None,
-    assist: bool = False,
-) -> SimDeployment:
-    """Place instances on devices like ``epd-serve up``.
-
-    Language models on one device share its memory equally. On a CPU, instances have their own cores unless the
-    notation co-locates them.
-
-    Args:
-        profile_of: returns the profile for a device name and a tensor-parallel width.
-        assist: whether EPD instances assist the others.
-    """
-    placed = place(topology, devices)
-    specs: list[SimInstanceSpec] = []
-    for one in placed:
-        device = one.devices[0]
-        profile = profile_of(device, one.tensor_parallel)
-        neighbours = [other for other in placed if other.name in (one.name, *one.shares_device_with)]
-        num_models = max(sum(other.role.has_language_model for other in neighbours), 1)
-        size = block_size or (128 if profile.device.startswith(("npu", "ascend")) else 16)
-        spec = SimInstanceSpec(
-            name=one.name,
-            role=one.role,
-            profile=profile,
-            device=f"{CPU}:{min(other.name for other in neighbours)}" if device == CPU else device,
-            host=host_of(device),
-            num_blocks=num_blocks or 2,
-            block_size=size,
-            batching=batching(one.role) if callable(batching) else batching,
-            runs_ahead=device != CPU,
-            assists=assist and str(one.role) == "EPD",
-        )
-        if num_blocks is None:
-            towers = any(other.role.encodes for other in neighbours)
-            spec = with_memory(spec, share=1 / num_models, beside_tower=towers)
-        specs.append(spec)
-    return SimDeployment(instances=tuple(specs), routing=routing)

@@ -1,7 +1,8 @@
-"""The specification of a simulated instance: role, device, profile and batching options."""
+"""The specification of a simulated deployment: its instances with their devices, profiles and batching options."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -10,7 +11,9 @@ from epd_serve.cost.profile import Profile
 from epd_serve.sched.schedule import Budget
 from epd_serve.sched.step_cost import StepCost, StepPace, latency_limit_s, search_budget
 from epd_serve.sched.step_sizes import Limits, Sizes, StepShape, size_steps
-from epd_serve.types import Role
+from epd_serve.topology import Topology, place
+from epd_serve.topology.placement import CPU
+from epd_serve.types import Role, Routing
 
 #: More blocks make no difference in a simulation of a few thousand requests.
 _MAX_BLOCKS = 1 << 17
@@ -30,6 +33,9 @@ class Batching:
     tpot_s: float | None = None
 
 
+DEFAULT = Batching()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimInstanceSpec:
     """One instance.
@@ -47,7 +53,7 @@ class SimInstanceSpec:
     host: str = "host0"
     num_blocks: int
     block_size: int = 16
-    batching: Batching = Batching()
+    batching: Batching = DEFAULT
     runs_ahead: bool = False
     assists: bool = False
 
@@ -59,8 +65,65 @@ class SimInstanceSpec:
     @property
     def limit_s(self) -> float | None:
         """LATENCY_max of steps and encodes (EPD-Serve)."""
-        batching = self.batching
-        return latency_limit_s(self.role, ttft_s=batching.ttft_s, tpot_s=batching.tpot_s)
+        return latency_limit_s(self.role, ttft_s=self.batching.ttft_s, tpot_s=self.batching.tpot_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimDeployment:
+    """Instances behind one gateway."""
+
+    instances: tuple[SimInstanceSpec, ...]
+    routing: Routing = "least_loaded"
+
+
+def build(
+    topology: Topology,
+    devices: Sequence[str],
+    profile_of: Callable[[str, int], Profile],
+    *,
+    batching: Batching = DEFAULT,
+    routing: Routing = "least_loaded",
+    host_of: Callable[[str], str] = lambda device: "host0",
+    block_size: int | None = None,
+    num_blocks: int | None = None,
+    assist: bool = False,
+) -> SimDeployment:
+    """Place instances on devices like ``epd-serve up``.
+
+    Language models on one device share its memory equally, beside the tower. On a CPU, instances have their own
+    cores unless the notation co-locates them.
+
+    Args:
+        profile_of: returns the profile for a device name and a tensor-parallel width.
+        assist: whether EPD instances assist the others.
+    """
+    placed = place(topology, devices)
+    specs: list[SimInstanceSpec] = []
+    for one in placed:
+        device = one.devices[0]
+        profile = profile_of(device, one.tensor_parallel)
+        neighbours = [other for other in placed if other.name in (one.name, *one.shares_device_with)]
+        size = block_size or (128 if profile.device.startswith(("npu", "ascend")) else 16)
+        blocks = num_blocks or 2
+        if num_blocks is None and one.role.has_language_model:
+            num_models = sum(other.role.has_language_model for other in neighbours)
+            has_tower = any(other.role.encodes for other in neighbours)
+            blocks = min(profile.num_blocks(size, share=1 / num_models, holds_tower=has_tower), _MAX_BLOCKS)
+        specs.append(
+            SimInstanceSpec(
+                name=one.name,
+                role=one.role,
+                profile=profile,
+                device=f"{CPU}:{min(other.name for other in neighbours)}" if device == CPU else device,
+                host=host_of(device),
+                num_blocks=blocks,
+                block_size=size,
+                batching=batching,
+                runs_ahead=device != CPU,
+                assists=assist and str(one.role) == "EPD",
+            )
+        )
+    return SimDeployment(instances=tuple(specs), routing=routing)
 
 
 def size_steps_of(spec: SimInstanceSpec) -> tuple[Budget, StepCost]:
@@ -68,45 +131,29 @@ def size_steps_of(spec: SimInstanceSpec) -> tuple[Budget, StepCost]:
 
     Times come from the profile. If the latency limit cannot be met, the smallest batch remains.
     """
-    batching = spec.batching
-    if spec.limit_s is None and batching.order != "slack":
+    batching, limit_s = spec.batching, spec.limit_s
+    if not spec.role.has_language_model or (limit_s is None and batching.order != "slack"):
         return Budget(max_num_tokens=batching.max_num_tokens, max_num_seqs=batching.max_num_seqs), StepCost()
-    sizes = _sized(
-        _Known(spec.profile),
-        Limits(
-            latency_s=spec.limit_s,
-            decodes=spec.role.decodes,
-            max_num_tokens=batching.max_num_tokens,
-            max_num_seqs=batching.max_num_seqs,
-            num_blocks=spec.num_blocks,
-            block_size=spec.block_size,
-            max_model_len=_MAX_TOKENS,
-        ),
+    limits = Limits(
+        latency_s=limit_s,
+        decodes=spec.role.decodes,
+        max_num_tokens=batching.max_num_tokens,
+        max_num_seqs=batching.max_num_seqs,
+        num_blocks=spec.num_blocks,
+        block_size=spec.block_size,
+        max_model_len=_MAX_TOKENS,
     )
-    budget = sizes.budget
-    if spec.limit_s is not None:  # each instance learns its own pace
-        budget = replace(budget, pace=StepPace(sizes.cost, spec.limit_s))
-    return budget, sizes.cost
-
-
-class _Known:
-    """A profile hashed by identity."""
-
-    def __init__(self, profile: Profile) -> None:
-        self.profile = profile
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Known) and self.profile is other.profile
-
-    def __hash__(self) -> int:
-        return id(self.profile)
+    sizes = _size_steps(spec.profile, limits)
+    if limit_s is None:
+        return sizes.budget, sizes.cost
+    return replace(sizes.budget, pace=StepPace(sizes.cost, limit_s)), sizes.cost  # each learns its own pace
 
 
 @lru_cache(maxsize=256)
-def _sized(known: _Known, limits: Limits) -> Sizes:
+def _size_steps(profile: Profile, limits: Limits) -> Sizes:
     def seconds(shape: StepShape) -> float:
         work = shape.work
-        return known.profile.step_s(work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs)
+        return profile.step_s(work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs)
 
     return size_steps(seconds, limits)
 
@@ -119,16 +166,3 @@ def find_image_budget(spec: SimInstanceSpec) -> int:
     most = max(1, spec.batching.image_budget_pixels // area)
     size, _ = search_budget(lambda count: spec.profile.encode_s([area] * count), limit_s, most)
     return area * size
-
-
-def with_memory(spec: SimInstanceSpec, *, share: float, beside_tower: bool = False) -> SimInstanceSpec:
-    """Return the instance with the KV blocks that its share of the device's memory holds; 0 without room.
-
-    Args:
-        beside_tower: whether an encoding instance shares the device.
-    """
-    if not spec.role.has_language_model:
-        return replace(spec, num_blocks=2)
-    profile = spec.profile
-    blocks = profile.num_blocks(spec.block_size, share=share, holds_tower=spec.role.encodes or beside_tower)
-    return replace(spec, num_blocks=min(blocks, _MAX_BLOCKS))

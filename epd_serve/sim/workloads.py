@@ -153,7 +153,14 @@ class _Logged(msgspec.Struct):
 def _request(line: Mapping[str, Any], tokens_of_image: int, scale: float) -> SimRequest | None:
     """Return the request of a line; None for an unserved one of an access log."""
     if "input_length" in line:
-        return _mooncake(line, scale)
+        one = parse_line(line)
+        return SimRequest(
+            at_s=one.timestamp / 1e3,
+            num_text_tokens=max(round(scale * one.input_length), 1),
+            num_output_tokens=max(round(scale * one.output_length), 1),
+            prefix=one.hash_ids[: one.input_length // BLOCK_TOKENS],
+            prefix_tokens=max(round(scale * BLOCK_TOKENS), 1),
+        )
     if "prompt_tokens" in line and "modality" in line:
         if not line["prompt_tokens"] or not line.get("completion_tokens"):
             return None
@@ -161,17 +168,6 @@ def _request(line: Mapping[str, Any], tokens_of_image: int, scale: float) -> Sim
     raise ValueError(
         "neither a Mooncake trace (timestamp, input_length, output_length) nor an access log (prompt_tokens, "
         "completion_tokens)"
-    )
-
-
-def _mooncake(line: Mapping[str, Any], scale: float) -> SimRequest:
-    one = parse_line(line)
-    return SimRequest(
-        at_s=one.timestamp / 1e3,
-        num_text_tokens=max(round(scale * one.input_length), 1),
-        num_output_tokens=max(round(scale * one.output_length), 1),
-        prefix=one.hash_ids[: one.input_length // BLOCK_TOKENS],
-        prefix_tokens=max(round(scale * BLOCK_TOKENS), 1),
     )
 
 

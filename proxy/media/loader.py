@@ -16,9 +16,10 @@ from msgspec.structs import replace
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.media.audio import AudioLimits
+from epd_serve.media.container import load_pyav
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits, low_detail_size, plain_size
-from epd_serve.media.video import VideoLimits, load_pyav, pack_frames
+from epd_serve.media.video import VideoLimits, pack_frames
 from epd_serve.protocol.openai.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import MODALITIES, Modality

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from epd_serve.errors import InvalidRequest, ServeError, Unavailable
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import FORMATS, low_detail_size, open_image
 
-WIDE = replace(LIMITS, max_pixels=1 << 28)
+WIDE = replace(LIMITS, max_pixels=1 << 28, max_bytes=1 << 28)
 
 
 def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
@@ -232,3 +233,51 @@ async def test_nothing_outlives_an_instance_that_is_killed() -> None:
         program.kill()
         await asyncio.to_thread(psutil.wait_procs, family, 60)
         assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family)
+
+
+async def test_decoders_inherit_no_secret(patient_pool: DecoderPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "EPD_SERVE_CLUSTER_KEY", "OWN_CLUSTER_KEY", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "a-secret-of-this-deployment")
+    patient_pool.start()
+    async with patient_pool.decoded(saved(Image.new("RGB", (8, 8)), "PNG"), (8, 8), FakePlace()):
+        children = psutil.Process().children(recursive=True)
+        decoders = [one for one in children if one.status() != psutil.STATUS_ZOMBIE]
+        assert decoders, "the one that forks the others"
+        assert not any("a-secret-of-this-deployment" in one.environ().values() for one in decoders)
+
+
+@pytest.mark.parametrize("is_low", [False, True])
+async def test_the_pixels_decoded_at_once_are_bounded(patient_pool: DecoderPool, is_low: bool) -> None:
+    size = (4096, 4096)  # two of them have 32 Mpx
+    data = saved(Image.new("RGB", size, "teal"), "PNG")
+    shown = (512, 512) if is_low else size
+    begun: asyncio.Queue[int] = asyncio.Queue()
+
+    async def decode(number: int, leave: asyncio.Event) -> None:
+        async with patient_pool.decoded(data, shown, FakePlace(), low_detail=is_low):
+            begun.put_nowait(number)
+            await leave.wait()
+
+    leaving = [asyncio.Event() for _ in range(4)]
+    tasks = [asyncio.create_task(decode(number, leave)) for number, leave in enumerate(leaving)]
+    assert {await begun.get(), await begun.get()} == {0, 1}
+    async with patient_pool.decoded(saved(Image.new("RGB", (64, 64)), "PNG"), (64, 64), FakePlace()):
+        assert begun.empty(), "small pictures wait for none of them, large ones do"
+    tasks[2].cancel()
+    await asyncio.wait({tasks[2]})
+    leaving[0].set()
+    await tasks[0]
+    assert await begun.get() == 3
+    for leave in leaving:
+        leave.set()
+    await asyncio.gather(tasks[1], tasks[3])
+    async with AsyncExitStack() as stack:  # there is as much room as before
+        for _ in range(2):
+            await stack.enter_async_context(patient_pool.decoded(data, shown, FakePlace(), low_detail=is_low))
+
+
+async def test_a_picture_with_more_pixels_than_that_is_decoded_alone(patient_pool: DecoderPool) -> None:
+    size = (8192, 5000)
+    data = saved(Image.new("RGB", size, "teal"), "PNG")
+    async with asyncio.timeout(60), patient_pool.decoded(data, size, FakePlace()) as pixels:
+        assert pixels.shape == (5000, 8192, 3)

@@ -14,18 +14,15 @@ from typer.testing import CliRunner
 
 from epd_serve.cli.app import app
 from epd_serve.config import ShapeConfig, parse_config
-from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
+from epd_serve.cost.roofline import emulated_profile
 from epd_serve.cost.shape import shape_of
-from epd_serve.plan.command import read_goal
-from epd_serve.plan.deployment import deployment_yaml
 from epd_serve.plan.evaluate import Evaluation, Evaluator, Goal, is_steady, under_way
-from epd_serve.plan.explain import Recommendation, recommend
+from epd_serve.plan.explain import Recommendation, deployment_yaml, recommend
 from epd_serve.plan.pools import Fleet, Pool, read_fleet
 from epd_serve.plan.space import Candidate, all_methods, candidates, three_methods, with_batching, with_widths
 from epd_serve.plan.strategies import Found, cheapest, enumerate_plans, tpe
-from epd_serve.sim.gateway import Job
-from epd_serve.sim.records import attainment
+from epd_serve.sim.simulator import Job
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
 from epd_serve.types import Stage
@@ -45,7 +42,7 @@ def judge_of(fleet: Fleet, workload: str, goal: Goal = LOOSE, count: int = 120, 
 
 
 def every(judge: Evaluator, plans: list[Candidate]) -> Found:
-    return enumerate_plans(judge, plans, width=None)
+    return enumerate_plans(judge, plans, width=len(plans))
 
 
 def one_of(line: str, count: int) -> Candidate:
@@ -60,7 +57,7 @@ def assert_lasts(judge: Evaluator, candidate: Candidate) -> None:
     found = judge.evaluate(candidate)
     assert 0 < found.goodput <= found.bound.rate, candidate
     outcome = judge.simulate(candidate, found.goodput, 10 * judge.count(found.goodput))
-    share = attainment(outcome, judge.goal.ttft_s, judge.goal.tpot_s)
+    share = outcome.attainment(judge.goal.ttft_s, judge.goal.tpot_s)
     assert share.value >= judge.goal.target, f"{candidate}: {share.value:.0%} at {found.goodput:.2f}"
 
 
@@ -73,7 +70,7 @@ def test_a_reported_rate_is_sustained(line: str) -> None:
 
 def job_of(number: int, sent_s: float, finish_s: float | None) -> Job:
     request = SimRequest(at_s=sent_s, num_text_tokens=1, num_output_tokens=1)
-    return Job(number=number, request=request, num_tokens=1, sent_s=sent_s, finish_s=finish_s)
+    return Job(number=number, request=request, sent_s=sent_s, finish_s=finish_s)
 
 
 @given(st.integers(1, 100), st.floats(0.0, 0.5), st.integers(0, 100))
@@ -227,7 +224,7 @@ def test_a_model_without_room_and_invalid_limits_are_refused() -> None:
         every(judge, list(candidates(judge.fleet)))
     for slo in ("ttft", "ttft=fast", "speed=3", "ttft=0"):
         with pytest.raises(ValueError, match="--slo"):
-            read_goal(slo)
+            Goal.read(slo)
 
 
 _CPU = "{device: cpu, count: 1, profile: cpu.json}"
@@ -255,7 +252,7 @@ def test_invalid_devices_are_refused(tmp_path: Path, text: str, message: str) ->
 def test_emulated_devices_run_the_plan_here() -> None:
     fleet = read_fleet("emulated:h200 x 2, emulated:h100", "qwen2.5-vl-7b")
     assert fleet.pools[0].names == ("emulated:h200:0", "emulated:h200:1")
-    assert fleet.pools[0].profile(1) == DeviceTime.of("qwen2.5-vl-7b", "h200").profile, "what the device takes"
+    assert fleet.pools[0].profile(1) == emulated_profile("qwen2.5-vl-7b", "h200"), "what the device takes"
     judge, plan = judge_of(fleet, TEXT, count=20, most=50), one_of("2EPD", 2)
     found = Evaluation(candidate=plan, goodput=1.0, objective=1.0, cost=2.0, bound=judge.bound(plan))
     config = parse_config(deployment_yaml(judge, found))

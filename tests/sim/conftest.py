@@ -6,8 +6,7 @@ from device.datasheets import spec_of
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
-from epd_serve.sim.simulator import SimDeployment, build
-from epd_serve.sim.spec import Batching
+from epd_serve.sim.spec import Batching, SimDeployment, build
 from epd_serve.topology import parse_topology
 
 

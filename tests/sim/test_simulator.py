@@ -18,10 +18,8 @@ from epd_serve.cost.profile import DecodeLine, Profile
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.cost.stages import Link
-from epd_serve.sim.device import Clock, SimDevice
-from epd_serve.sim.instance import SimInstance
-from epd_serve.sim.simulator import NoWay, Outcome, SimDeployment, build, simulate
-from epd_serve.sim.spec import Batching
+from epd_serve.sim.simulator import NoWay, Simulation, simulate
+from epd_serve.sim.spec import Batching, SimDeployment, build
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
 
@@ -30,12 +28,12 @@ Deploy = Callable[..., SimDeployment]
 ONE_IMAGE = SimRequest(at_s=1.0, images=(("cat", 784 * 500),), num_text_tokens=12, num_output_tokens=5)
 
 
-def times(outcome: Outcome) -> list[tuple[object, ...]]:
+def times(outcome: Simulation) -> list[tuple[object, ...]]:
     return [(job.first_token_s, job.last_token_s, job.num_output, job.failure) for job in outcome.jobs]
 
 
-def ttft_s(outcome: Outcome) -> float:
-    return fmean((job.first_token_s or 0.0) - job.sent_s for job in outcome.jobs)
+def ttft_s(outcome: Simulation) -> float:
+    return fmean(job.ttft_s or 0.0 for job in outcome.jobs)
 
 
 def one_job(deployment: SimDeployment, request: SimRequest = ONE_IMAGE) -> tuple[float, float]:
@@ -102,10 +100,9 @@ def test_prompts_of_a_step_are_in_the_same_writes_and_late_layers_in_one(
     deployed: Deploy, ascend: Profile
 ) -> None:
     """As those of KVSender."""
-    clock = Clock()
+    simulation = Simulation(deployed("EP-2D"), [])
+    clock, prefill = simulation.clock, simulation.instances["ep0"]
     clock.now = 1.0
-    spec = deployed("EP-2D").instances[0]
-    prefill = SimInstance(clock, SimDevice(clock), spec, on_prompt=lambda *_: None, on_end=lambda _: None)
     link, token_s = Link(handshake_s=0.02, bytes_per_s=1e9), ascend.kv_token_bytes / 1e9
     first_s = prefill.send_s("d0", link, 1000, 0.1)
     assert prefill.send_s("d0", link, 500, 0.1) == pytest.approx(first_s + 500 * token_s)
@@ -140,8 +137,8 @@ def test_an_image_seen_before_is_not_encoded_again(deployed: Deploy) -> None:
     few = [replace(one, images=((str(n % 5), 5_000),)) for n, one in enumerate(requests)]
     outcome = simulate(deployed("2E-P-D"), few)
     check_books(outcome)
-    assert outcome.encoded <= 10
-    assert simulate(deployed("2E-P-D"), requests).encoded == 80
+    assert outcome.num_encoded <= 10
+    assert simulate(deployed("2E-P-D"), requests).num_encoded == 80
 
 
 def test_equal_stages_on_one_device_slow_each_other_down(deployed: Deploy) -> None:
@@ -154,8 +151,7 @@ def test_prefixes_are_computed_once(deployed: Deploy) -> None:
     known = [replace(one, prefix=(7, 8)) for one in fresh]
 
     def last_ttft(requests: list[SimRequest]) -> float:
-        job = simulate(deployed("EPD", routing="prefix_affinity"), requests).jobs[-1]
-        return (job.first_token_s or 0) - job.sent_s
+        return simulate(deployed("EPD", routing="prefix_affinity"), requests).jobs[-1].ttft_s or 0.0
 
     assert last_ttft(known) < 0.5 * last_ttft(fresh)
 
@@ -169,7 +165,7 @@ def test_each_sequence_needs_room_for_its_recurrent_state(ascend: Profile) -> No
     """Where the pool has blocks for the states of three, three run at a time."""
     recurrent = msgspec.structs.replace(ascend, state_bytes=100 * 16 * ascend.kv_token_bytes)
 
-    def run(profile: Profile, num_blocks: int = 401) -> Outcome:
+    def run(profile: Profile, num_blocks: int = 401) -> Simulation:
         deployment = build(
             parse_topology("PD"), ["npu:0"], lambda *_: profile, block_size=16, num_blocks=num_blocks
         )
@@ -206,6 +202,6 @@ def test_encoders_that_assist_add_tokens_and_delay_no_picture() -> None:
     assert fmean(picture_s(assisted)) <= fmean(picture_s(alone))
 
 
-def picture_s(outcome: Outcome) -> list[float]:
+def picture_s(outcome: Simulation) -> list[float]:
     """Seconds until the first token of each request with a picture."""
-    return [(job.first_token_s or 0.0) - job.sent_s for job in outcome.jobs if job.request.images]
+    return [job.ttft_s or 0.0 for job in outcome.jobs if job.request.images]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epd_serve.sim.simulator import Outcome
+from epd_serve.sim.simulator import Simulation
 from epd_serve.sim.workloads import SimRequest, read_load
 
 SHAREGPT_4O = "sharegpt4o-like"
@@ -15,14 +15,12 @@ def load(workload: str, count: int, rate: float, seed: int = 0) -> list[SimReque
     return list(read_load(workload, rate=rate, count=count, seed=seed).requests)
 
 
-def check_books(outcome: Outcome) -> None:
+def check_books(simulation: Simulation) -> None:
     """Raise AssertionError unless all blocks and features are back once all requests have ended."""
-    assert not any(gateway.num_open for gateway in outcome.gateways), "requests are open"
-    for instance in outcome.instances.values():
-        instance.tower.store.check_integrity()
+    assert not simulation.num_open, "requests are open"
+    for instance in simulation.instances.values():
+        instance.store.check_integrity()
         instance.features.check_integrity()
         assert not instance.features.num_owners, f"{instance.spec.name}: features are held"
-        if instance.language is not None:
-            pool = instance.language.pool
-            pool.check_integrity()
-            assert pool.num_free == pool.capacity, f"{instance.spec.name}: blocks are held"
+        instance.pool.check_integrity()
+        assert instance.pool.num_free == instance.pool.capacity, f"{instance.spec.name}: blocks are held"

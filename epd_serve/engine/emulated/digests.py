@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from device.emulated.timed import TimedDevice
 from device.emulated.timeline import Demand
-from epd_serve.cost.device_time import DeviceTime
+from epd_serve.cost.profile import Profile
 from epd_serve.engine.engine import SampledToken, SampledTokens
 from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.sched.schedule import ScheduleOutput
@@ -85,21 +85,21 @@ class DigestTower:
 
     def __init__(
         self,
-        time: DeviceTime,
+        profile: Profile,
         device: TimedDevice,
         *,
         num_layers: int,
         num_parameters: int,
         before_layer: Callable[[], None],
     ) -> None:
-        self._weights = Held(device, int(time.profile.tower_bytes))
+        self._weights = Held(device, int(profile.tower_bytes))
         self.num_parameters = num_parameters
-        self._time, self._device = time, device
+        self._profile, self._device = profile, device
         self._num_layers, self._before_layer = num_layers, before_layer
 
     def encode(self, batch: Sequence[Picture]) -> list[Feature]:
         pixels = [one.num_pixels // one.count for one in batch for _ in range(one.count)]
-        seconds, demand = self._time.encode(pixels)
+        seconds, demand = self._profile.encode_demand(pixels)
         layer_s = seconds / self._num_layers
         stream = self._device.current_stream()
         for _ in range(self._num_layers):
@@ -252,10 +252,10 @@ class DigestRunner:
         self,
         memory: DigestMemory,
         device: TimedDevice,
-        time: DeviceTime,
+        profile: Profile,
         choose: Callable[[bytes, SamplingParams, int, int], int],
     ) -> None:
-        self.memory, self.device, self.time, self.choose = memory, device, time, choose
+        self.memory, self.device, self.profile, self.choose = memory, device, profile, choose
         self.num_layers, self.block_size = memory.layout.num_layers, memory.layout.block_size
         self.known: WeakKeyDictionary[TokenSequence, _Known] = WeakKeyDictionary()
 
@@ -286,7 +286,9 @@ class DigestRunner:
 
     def cost(self, work: StepWork) -> tuple[float, Demand]:
         """Return the seconds of a step that runs alone, and its demand on the device."""
-        return self.time.step(work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs)
+        return self.profile.step_demand(
+            work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs
+        )
 
     def content(self, chain: bytes, pictures: bytes) -> bytes:
         """Return the content [layers, LAYER_BYTES] of a block at whose last token the chain has this digest."""

@@ -12,7 +12,7 @@ from device.emulated.timed import TimedDevice
 from device.emulated.timeline import Faults
 from epd_serve.config import InstanceOptions, ShapeConfig
 from epd_serve.config.sizes import MIN_BLOCKS, blocks_in
-from epd_serve.cost.device_time import DeviceTime
+from epd_serve.cost.roofline import emulated_profile
 from epd_serve.cost.shape import ModelShape, shape_of
 from epd_serve.engine.emulated.digests import (
     FEATURE_WIDTH,
@@ -116,7 +116,7 @@ class ShapeModel:
             )
         self.device, self.options = device, options
         self.measured: dict[str, float] = {}
-        self.time = DeviceTime.of(options.model.shape_of, emulated_kind(options.device))
+        self.profile = emulated_profile(options.model.shape_of, emulated_kind(options.device))
         self.family = ShapeFamily(self.shape)
         self.location = f"the shape of {self.shape.name}, without weights"
         self.fingerprint = blake3(f"epd-serve shape 1 {self.shape}".encode()).hexdigest()
@@ -126,7 +126,7 @@ class ShapeModel:
     def tower(self, before_layer: Callable[[], None]) -> DigestTower:
         assert self.shape.vision is not None
         return DigestTower(
-            self.time,
+            self.profile,
             self.device,
             num_layers=self.shape.vision.num_layers,
             num_parameters=self.shape.vision.parameters,
@@ -139,7 +139,7 @@ class ShapeModel:
             "kv": self.shape.kv_token_bytes * self.options.tokens_per_block / block_bytes,
             "features": self.feature_token_bytes / FEATURE_WIDTH,
         }
-        profile, faults = self.time.profile, Faults.of_environment()
+        profile, faults = self.profile, Faults.of_environment()
         link = profile.link_bytes_per_s, profile.handshake_s
         return ShapedTransport(transport, *link, scales=scales, faults=faults)
 
@@ -156,7 +156,7 @@ class ShapeModel:
         return host
 
     def encode_seconds(self, tower: Any, num_images: int) -> float:
-        return self.time.profile.encode_s([self.family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))] * num_images)
+        return self.profile.encode_s([self.family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))] * num_images)
 
     def language(self, instance: Instance) -> ShapeLanguage:
         return ShapeLanguage(self, instance)
@@ -178,7 +178,7 @@ class ShapeLanguage:
     def __init__(self, model: ShapeModel, instance: Instance) -> None:
         options = instance.options
         self._model, self._device = model, model.device
-        self._weights = Held(self._device, int(model.time.profile.language_bytes))
+        self._weights = Held(self._device, int(model.profile.language_bytes))
         self.num_parameters = model.shape.language.parameters
         self.max_model_len = options.max_model_len or model.max_positions
         self.prompts = PromptProcessor(
@@ -217,7 +217,7 @@ class ShapeLanguage:
             options.max_model_len or self._model.max_positions,
             (self._memory.num_blocks - 1) * options.tokens_per_block,
         )
-        return DigestRunner(self._memory, self._device, self._model.time, next_token)
+        return DigestRunner(self._memory, self._device, self._model.profile, next_token)
 
     def step_seconds(self, runner: Any) -> Callable[[StepShape], float]:
         return lambda shape: runner.cost(shape.work)[0]

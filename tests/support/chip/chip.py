@@ -12,12 +12,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 
 from device import base
 from device.base import DeviceLost
-from device.emulated.timed import EnteredStream
 from device.registry import BACKENDS
 from device.transport import TRANSPORTS, TransportCapability
 
@@ -102,7 +102,8 @@ class Chip:
             raise DeviceLost(f"{self.memory.name} is lost: nothing that was launched there will be done")
 
     def current(self) -> Stream:
-        return next((stream for stream in Stream.entered() if stream.chip is self), self.default)
+        entered: list[Stream] = getattr(_LOCAL, "streams", [])
+        return next((stream for stream in reversed(entered) if stream.chip is self), self.default)
 
     def activate(self) -> None:
         _LOCAL.active = self.index
@@ -137,7 +138,7 @@ class Chip:
         self.launch(work, held)
 
 
-class Stream(EnteredStream):
+class Stream:
     """Launched work, done in order by a thread of its own. Fills the Stream protocol."""
 
     def __init__(self, chip: Chip, priority: int = 0, share: float | None = None) -> None:
@@ -170,8 +171,20 @@ class Stream(EnteredStream):
         if (error := self._error) is not None:
             raise RuntimeError(f"work on {self.chip.memory.name} failed: {error}") from error
 
-    def new_event(self) -> base.Event:
-        return Event(self.chip)
+    def wait_event(self, event: base.Event) -> None:
+        event.wait(self)
+
+    def record_event(self, event: base.Event | None = None) -> base.Event:
+        event = event or Event(self.chip)
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Self:
+        _LOCAL.__dict__.setdefault("streams", []).append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _LOCAL.streams.pop()
 
 
 def _recording() -> list[Callable[[], object]] | None:
