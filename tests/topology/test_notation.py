@@ -32,7 +32,7 @@ def test_spaces_around_symbols_change_nothing(topology: Topology, data: st.DataO
     assert parse_topology(spaced) == topology
 
 
-@given(st.text(alphabet="EPDX()-@tp0129 ", max_size=24))
+@given(st.text(alphabet="EPDX()-@tp0129 é²٠٣", max_size=24))
 def test_any_text_is_read_or_refused_at_a_position_inside_it(text: str) -> None:
     try:
         topology = parse_topology(text)
