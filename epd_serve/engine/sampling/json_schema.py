@@ -12,7 +12,7 @@ _Schema = dict[str, Any]
 _DATA = frozenset({"enum", "const", "default", "example", "examples"})
 #: Keywords whose value holds schemas by name.
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-#: Group 1: look-around, word boundaries, anchors like ``\\Z``, back-references, and what Rust's regex cannot parse.
+#: Group 1: look-around, word boundaries, anchors, back-references, and syntax that Rust's regex lacks.
 #: Other escapes match too, so that the search steps over an escaped backslash or bracket.
 _UNSUPPORTED = re.compile(r"(\(\?(?:<?[=!]|>|P=)|\\[0-9bBAzZGk]|\\c[A-Za-z]|\{,)|\\.", re.DOTALL)
 
