@@ -61,7 +61,7 @@ class KVBlocks(Protocol):
 
 @dataclass(slots=True, eq=False)
 class OutgoingTransfer:
-    """The transfer of one request's KV to a decode instance, which a subclass calls.
+    """The transfer of one request's KV to a decode instance. A subclass implements :meth:`announce`.
 
     Attributes:
         target: blocks reserved at the decode instance, None before the reservation.
