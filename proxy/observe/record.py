@@ -173,7 +173,10 @@ class RequestRecord(msgspec.Struct, eq=False):
                 elif name == ENCODE:
                     span.attributes["feature"] = ENCODED  # the encoder's answer came after P used the feature
         if self.prompt_note:
-            note = msgspec.json.decode(self.prompt_note, type=PromptNote)
+            try:
+                note = msgspec.json.decode(self.prompt_note, type=PromptNote)
+            except msgspec.DecodeError:  # of an instance of another version
+                return
             had = {item for index, item in enumerate(self.items) if index in note.had}
             if self.prompt_tokens is None:
                 self.prompt_tokens = note.num_tokens

@@ -12,8 +12,8 @@ _Schema = dict[str, Any]
 _DATA = frozenset({"enum", "const", "default", "example", "examples"})
 #: Keywords whose value holds schemas by name.
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-#: Look-around and back-references.
-_UNSUPPORTED = re.compile(r"\(\?<?[=!]|\\[1-9]|\(\?P=|\\k<")
+#: Unescaped look-around, back-references, atomic groups and comments, and escapes that llguidance does not know.
+_UNSUPPORTED = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?(?:<?[=!]|P=|>|#)|\\(?![AadDfnpPrsStuUvwWxz])[0-9A-Za-z<>])")
 
 
 def enforceable(schema: _Schema, *, is_strict: bool) -> _Schema:

@@ -303,6 +303,8 @@ class ResponseBuilder(AnswerTranslation):
         self._emit(f"response.{response['status']}", response=response)
 
     def _emit_error(self, error: dict[str, Any]) -> None:
+        if not self._has_begun:  # clients expect response.created first
+            self._emit_begin()
         about = {"code": error.get("code") or "server_error", "message": error["message"]}
         self._emit("response.failed", response=self._answer("failed", about))
         self._emit("error", **about, param=None, error=error)
