@@ -216,10 +216,8 @@ class Detokenizer:
         if self._num_tokens > self._min_tokens:
             seen = len(self._held) + 1  # a match ends in the new text
             places = ((pending.find(one, max(seen - len(one), 0)), -len(one)) for one in self._stop)
-            if found := [
-                (at, length) for at, length in places if at >= 0
-            ]:  # the first, and the longest of several
-                start, length = min(found)
+            if found := [(at, length) for at, length in places if at >= 0]:
+                start, length = min(found)  # the first, and the longest of several
                 self.stop_string = pending[start : start - length]
                 end = start - length if self._include_stop else start
         if end is None:
