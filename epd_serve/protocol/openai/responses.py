@@ -90,6 +90,13 @@ class TextFormat(RequestModel):
     schema_: Schema | None = Field(None, alias="schema", description="JSON Schema of the answer.")
     strict: bool | None = Field(None, description="Refuse a schema that cannot be enforced in full.")
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.type == "json_schema" and None in (self.name, self.schema_):
+            missing = "name" if self.name is None else "schema"
+            raise broken_rule("type 'json_schema' needs name and schema", missing)
+        return self
+
 
 class TextOptions(RequestModel):
     """Options of the answer's text."""
