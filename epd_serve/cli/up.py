@@ -112,7 +112,7 @@ def up(
         if config.engine == "native" or not dry:  # vLLM's commands may be for another machine
             from epd_serve.launch.preflight import check_deployment
 
-            check_deployment(config, os.environ)
+            check_deployment(config, os.environ, ports=not dry)
     if dry:
         from epd_serve.launch.dry_run import dry_run
 

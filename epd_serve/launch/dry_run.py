@@ -23,10 +23,11 @@ def dry_run(config: DeploymentConfig, file: Path | None, environment: Mapping[st
     """Yield a comment and a command for each process.
 
     ``file``: None for the default deployment. vLLM's lines may be for another machine, so a comment names what
-    this one lacks. Raises ValueError if this machine's vLLM is unsuitable or a port is taken.
+    this one lacks. Ports may be in use, as by the running deployment. Raises ValueError if this machine's vLLM is
+    unsuitable.
     """
     config = resolve(config)
-    ports, placement = choose_ports(config), config.placement()
+    ports, placement = choose_ports(config, check=False), config.placement()
     yield f"# {config.topology} on {', '.join(config.devices)}, engine: {config.engine}"
     if note_on_mps := mps_note(config, environment, placement):
         yield f"# {note_on_mps}"

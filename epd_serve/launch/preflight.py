@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -26,13 +26,14 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
-def check_deployment(config: DeploymentConfig, environment: Mapping[str, str]) -> None:
-    """Raise ValueError with a line for each fault of the model, devices, memory, secrets and ports.
+def check_deployment(config: DeploymentConfig, environment: Mapping[str, str], *, ports: bool = True) -> None:
+    """Raise ValueError with a line for each fault of the model, devices, memory and secrets, and for taken ports.
 
-    vLLM is checked when its command lines are made.
+    vLLM is checked when its command lines are made. A dry run skips ``ports``.
     """
     faults = list(_device_faults(config, environment))
-    for check in (_check_model, _check_secrets, choose_ports):
+    checks: list[Callable[[DeploymentConfig], object]] = [_check_model, _check_secrets]
+    for check in [*checks, choose_ports] if ports else checks:
         try:
             check(config)
         except ValueError as error:

@@ -21,7 +21,9 @@ from epd_serve.transfer.mooncake import engine as mooncake
 STORE = "feature_store: mooncake\ninstances: {base_port: 0}\ngateway: {port: 0}"
 
 
-@pytest.mark.parametrize("text", [STORE, "instances: {kv_transfer: {transport: mooncake}}"])
+@pytest.mark.parametrize(
+    "text", [STORE, "instances: {kv_transfer: {transport: mooncake}, base_port: 0}\ngateway: {port: 0}"]
+)
 def test_a_missing_package_is_said_before_anything_starts(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     absent = lambda name: None if name.startswith("mooncake") else find(name)  # noqa: E731

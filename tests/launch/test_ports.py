@@ -42,6 +42,7 @@ def test_the_gateway_s_port_is_taken_from_the_start_of_a_deployment_on() -> None
         config = parse_config(f"topology: EPD\ngateway: {{port: {port}}}\ninstances: {{base_port: 0}}")
         with pytest.raises(ValueError, match=rf"cannot listen on 127\.0\.0\.1 port {port}"):
             choose_ports(config)
+        assert choose_ports(config, check=False).gateway == port, "a dry run beside the running deployment"
     choose_ports(config)
 
 

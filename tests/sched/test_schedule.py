@@ -39,13 +39,13 @@ class Features:
 
     def __init__(self, *missing):
         self.missing = missing
-        self.starved = []
+        self.asked_for = []
 
     def has(self, mm_hash):
         return mm_hash not in self.missing
 
     def starved(self, mm_hash):
-        self.starved.append(mm_hash)
+        self.asked_for.append(mm_hash)
 
 
 def run(running, waiting, *, tokens=32, seqs=8, features=None, free_blocks=1000, watermark=0):
@@ -139,7 +139,7 @@ def test_text_before_a_missing_image_is_computed_and_the_image_blocks_nobody_els
     features = Features("b", "p")
     output = run([], [blocked, partly, free], features=features)
     assert output.prefills == [(partly, 7), (free, 5)]
-    assert features.starved == ["b"]
+    assert features.asked_for == ["b"]
 
 
 def test_a_run_that_attends_both_ways_is_never_cut():

@@ -30,19 +30,27 @@ class Ports:
     master: tuple[int, int] | None = None
 
 
-def choose_ports(config: DeploymentConfig) -> Ports:
+def choose_ports(config: DeploymentConfig, *, check: bool = True) -> Ports:
     """Return the ports of gateway, instances and master; free ones replace 0.
 
-    Raises ValueError if a port is taken or an address does not belong to this machine.
+    Raises ValueError if a port is taken or an address does not belong to this machine; without ``check`` only for
+    ports that replace 0.
     """
     gateway, admin, host = config.gateway, config.gateway.admin, config.instances.host
     base, each = config.instances.base_port, ports_each(config)
     with ExitStack() as held:  # hold each until the last is chosen, so that none is chosen twice
-        gateway_port = _hold(held, gateway.host, gateway.port, "gateway (gateway.port)")
+        gateway_port = _hold(held, gateway.host, gateway.port, "gateway (gateway.port)", check=check)
         if admin.port is not None:
-            _hold(held, admin.host, admin.port, "admin plane (gateway.admin.port)")
+            _hold(held, admin.host, admin.port, "admin plane (gateway.admin.port)", check=check)
         instances = tuple(
-            _hold(held, host, base + index * each if base else 0, f"{one.name} (instances.base_port)", each)
+            _hold(
+                held,
+                host,
+                base + index * each if base else 0,
+                f"{one.name} (instances.base_port)",
+                each,
+                check=check,
+            )
             for index, one in enumerate(config.placement())
         )
         master = None
@@ -70,8 +78,13 @@ def ports_each(config: DeploymentConfig) -> int:
     return PORTS_PER_INSTANCE if config.engine == "vllm" else 1
 
 
-def _hold(held: ExitStack, host: str, port: int, user: str, count: int = 1) -> int:
-    """Listen on ``count`` consecutive ports and return the first; ``port`` 0 draws it. Raises ValueError."""
+def _hold(held: ExitStack, host: str, port: int, user: str, count: int = 1, *, check: bool = True) -> int:
+    """Listen on ``count`` consecutive ports and return the first; ``port`` 0 draws it. Raises ValueError.
+
+    Without ``check``, a given port is returned as it is.
+    """
+    if port and not check:
+        return port
     for tries_left in range(0 if port else _TRIES, -1, -1):
         first = port or draw_port(count)
         try:
