@@ -536,7 +536,7 @@ PROMPT_NOTE_HEADER = "x-epd-prompt"
 
 
 class PromptNote(Message, frozen=True):
-    """The note, as JSON.
+    """P's note on a request's prompt; the header holds it as JSON.
 
     Attributes:
         num_tokens: number of prompt tokens.

@@ -12,9 +12,9 @@ _Schema = dict[str, Any]
 _DATA = frozenset({"enum", "const", "default", "example", "examples"})
 #: Keywords whose value holds schemas by name.
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-#: Group 1: look-around, word boundaries, anchors, back-references, and syntax that Rust's regex lacks.
-#: Other escapes match too, so that the search steps over an escaped backslash or bracket.
-_UNSUPPORTED = re.compile(r"(\(\?(?:<?[=!]|>|P=)|\\[0-9bBAzZGk]|\\c[A-Za-z]|\{,)|\\.", re.DOTALL)
+#: Group 1: look-around, back-references, atomic groups, comments, and escapes and quantifiers that llguidance does
+#: not know. Other escapes match too, so that the search steps over an escaped backslash or bracket.
+_UNSUPPORTED = re.compile(r"(\(\?(?:<?[=!]|P=|>|#)|\\(?![AadDfnpPrsStuUvwWxz])[0-9A-Za-z<>]|\{,)|\\.", re.DOTALL)
 
 
 def enforceable(schema: _Schema, *, is_strict: bool) -> _Schema:
