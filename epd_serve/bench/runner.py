@@ -135,7 +135,7 @@ class Runner:
         async with self._slots:
             if self.is_stopping:
                 return None
-            slot_wait_s = perf_counter() - since_s
+            slot_wait_s = perf_counter() - since_s if self._settings.max_concurrency else 0.0
             self.num_sent += 1
             answer = await send(self._http, url, body, headers, self._settings.timeout_s)
         times = [self._since_zero(at_s) for at_s in answer.token_times_s]

@@ -90,7 +90,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     workload: str
     modality: str
     scheduled_s: float
-    slot_wait_s: float = 0.0  # wait for one of max_concurrency slots
+    slot_wait_s: float = 0.0  # wait for one of max_concurrency slots; 0 without a limit
     sent_s: float | None = None  # sending began; connecting follows
     first_chunk_s: float | None = None  # first event of any kind: AISBench's first token
     first_token_s: float | None = None  # first event with content, reasoning or a tool call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from typing import Annotated, Any, Literal
 
 import typer
@@ -11,9 +12,7 @@ import typer
 from epd_serve.cli.admin import AdminUrl, Deployment, ask_admin, choose_gateway
 from epd_serve.config.sizes import in_binary_units
 
-_COLUMNS = (
-    *("instance", "role", "state", "device", "pid", "restarts", "memory", "in flight", "waiting", "at most"),
-)
+_COLUMNS = ("name", "role", "state", "device", "pid", "restarts", "memory", "in flight", "waiting")
 _WATCH_S = 2.0
 
 
@@ -49,7 +48,7 @@ def _table(name: str, shown: dict[str, Any], requests: dict[str, Any]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     title = f"{name}: {models} as {shown['topology'] or 'no topology'}, engine {shown['engine']}; {counts}"
-    return "\n".join((title, *lines))
+    return "\n".join((title, *lines, *_list_sizes(shown["instances"])))
 
 
 def _row(instance: dict[str, Any]) -> tuple[str, ...]:
@@ -65,8 +64,15 @@ def _row(instance: dict[str, Any]) -> tuple[str, ...]:
         in_binary_units(memory) if (memory := instance["memory_bytes"]) else "?",
         str(sum(instance["in_flight"].values())),
         str(waiting),
-        _sizes(instance["role"] or "", instance.get("budgets", {})),
     )
+
+
+def _list_sizes(instances: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each distinct size, which names its instances."""
+    names = defaultdict(list)
+    for instance in instances:
+        names[_sizes(instance["role"] or "", instance.get("budgets", {}))].append(instance["name"])
+    return [f"at most {sizes}: {', '.join(named)}" for sizes, named in names.items() if sizes]
 
 
 def _sizes(role: str, budgets: dict[str, Any]) -> str:

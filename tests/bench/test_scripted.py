@@ -98,6 +98,7 @@ def test_each_misbehaviour_has_its_name_and_counts_against_the_server(scripted: 
     assert (summary.total.attainment.part, summary.total.attainment.whole) == (1, len(names))
     assert summary.total.failures["malformed"] == 3
     assert any("13 of 14 requests failed" in warning for warning in summary.warnings)
+    assert not any(record.slot_wait_s for record in records)  # without a limit there are no slots
     # nothing was tried twice
     assert len([one for one in scripted.log().values() if one["id"] in {r.request_id for r in records}]) == 14
 

@@ -75,10 +75,12 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
 
 TABLE = """\
 127.0.0.1:8123: tiny as E-P-D, engine vllm; 3 requests running, 4 waiting
-instance  role  state      device  pid  restarts  memory  in flight  waiting  at most
-e0        E     ready      cpu     71   2         1.5GiB  1          3        256MiB of features
-p0        ?     not ready  ?       ?    2         ?       0          0
-d1        D     ready      cpu     71   2         1.5GiB  0          0        64 sequences, 2048 tokens
+name  role  state      device  pid  restarts  memory  in flight  waiting
+e0    E     ready      cpu     71   2         1.5GiB  1          3
+p0    ?     not ready  ?       ?    2         ?       0          0
+d1    D     ready      cpu     71   2         1.5GiB  0          0
+at most 256MiB of features: e0
+at most 64 sequences, 2048 tokens: d1
 """
 
 
