@@ -91,19 +91,44 @@ async def test_a_finished_request_leaves_no_reference_cycle(start, kit, second, 
     chat = kit.chat(kit.data_url(kit.picture()), second or kit.data_url(kit.picture(9, 9)), **fields)
     assert (await gateway.answer(chat))[0] == status
     await gateway.settle()
+    left = await garbage_of(gateway, lambda: gateway.answer(chat))
+    assert not left & {"Client", "RequestRecord", "Job", "_Attempt", "_StageCall", "Interruption"}
+
+
+async def garbage_of(gateway, ask):
+    """Names of the types of what a request leaves to the garbage collector."""
     gc.collect()
     gc.disable()
     try:
-        assert (await gateway.answer(chat))[0] == status
+        await ask()
         await gateway.settle()
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        left = {type(one).__name__ for one in gc.garbage}
+        return {type(one).__name__ for one in gc.garbage}
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
-    assert not left & {"Client", "RequestRecord", "Job", "_Attempt", "_StageCall", "Interruption"}
+
+
+@pytest.mark.parametrize("how", ["fails", "breaks off", "is too slow", "is left", "is tried again"])
+async def test_a_request_that_fails_leaves_nothing_of_its_media(start, kit, how):
+    gateway = await start("e0:E", "p0:P", "p1:P", "d0:D", restart="never", request_timeout_s=2.0)
+    gateway["e0"].scripts["/stage/encode"] = lambda _: [kit.FOREVER]
+    script = {"is too slow": [kit.FOREVER], "is left": [kit.FOREVER], "breaks off": [kit.NONE, kit.FIRST, kit.DIE]}
+    for name in ("p0",) if how == "is tried again" else ("p0", "p1"):
+        gateway[name].scripts["/stage/prefill"] = lambda _: script.get(how) or kit.fail(500, "broken")
+    chat = kit.chat(kit.data_url(kit.picture()), stream=how == "breaks off")
+
+    async def ask():
+        asking = asyncio.create_task(gateway.answer(chat))
+        if how == "is left":
+            await gateway.until(lambda: gateway["p0"].got("/stage/prefill") or gateway["p1"].got("/stage/prefill"))
+            asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await gateway.until(lambda: is_empty(gateway))
+
+    assert not await garbage_of(gateway, ask) & {"Job", "MediaItem", "_Attempt", "_StageCall"}
 
 
 async def test_a_refused_body_is_read_to_its_end(start, kit):
