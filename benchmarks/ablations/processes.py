@@ -1,7 +1,7 @@
 """Baselines of the papers in place of an instance's own parts, for the processes of a deployment.
 
-A deployment that is made within :func:`ablated` has its processes import this module, which registers them
-(:mod:`epd_serve.factories`).
+A deployment that is made within :func:`ablated` has its processes import :mod:`benchmarks.ablations.plugin`, which
+registers them (:mod:`epd_serve.factories`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from epd_serve.factories import PLUGINS, register
 
-_SETTINGS = "EPD_SERVE_ABLATION"
+SETTINGS = "EPD_SERVE_ABLATION"
 _ROOT = Path(__file__).parents[2]
 
 
@@ -27,7 +27,7 @@ def environment(**settings: Any) -> dict[str, str]:
     if isinstance(bandwidth := settings.get("bandwidth"), str):
         settings["bandwidth"] = TypeAdapter(ByteSize).validate_python(bandwidth.removesuffix("/s"))
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-    return {PLUGINS: __name__, _SETTINGS: json.dumps(settings), "PYTHONPATH": path}
+    return {PLUGINS: "benchmarks.ablations.plugin", SETTINGS: json.dumps(settings), "PYTHONPATH": path}
 
 
 @contextmanager
@@ -74,7 +74,3 @@ def use(
         latency_s = latency_ms / 1000
         register("transport", lambda transport: ShapedTransport(transport, bandwidth, latency_s))
         register("mooncake engine", lambda engine: SlowEngine(engine, bandwidth, latency_s))
-
-
-if _SETTINGS in os.environ:
-    use(**json.loads(os.environ[_SETTINGS]))

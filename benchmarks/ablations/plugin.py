@@ -1,0 +1,14 @@
+"""Registers the baselines that the environment names.
+
+Not in :mod:`benchmarks.ablations.processes`: a forked instance imports its launcher's main module, and with it that
+module, before it has its own environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+from benchmarks.ablations.processes import SETTINGS, use
+
+use(**json.loads(os.environ[SETTINGS]))
