@@ -95,7 +95,7 @@ def _compare(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
 
 
 def _block_size(device: Device) -> int:
-    """Return tokens of a KV block; an NPU's prefill takes multiples of 128 alone."""
+    """Return the tokens of a KV block: an NPU's prefill needs multiples of 128."""
     return 128 if device.type == "npu" else 16
 
 

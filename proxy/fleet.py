@@ -40,7 +40,7 @@ SILENT_S = 5.0
 #: How often to ask a reporting instance for what its reports lack.
 INFO_INTERVAL_S = 5.0
 _TICK_S = 0.1
-#: After such a gap between two ticks this process was stopped and missed renewals of leases.
+#: A longer gap between two ticks means that this process was stopped and missed renewals of leases.
 _STOPPED_S = 0.5
 
 

@@ -17,10 +17,8 @@ from proxy.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
-#: Objects allocated between two collections of the young ones.
+#: Allocations between two garbage collections of the youngest objects.
 _GC_ALLOCATIONS = 50_000
-
-
 #: Below this limit of open files the gateway warns at its start.
 _FEW_FILES = 1024
 

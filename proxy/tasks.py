@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -26,6 +27,19 @@ async def _end(tasks: Sequence[asyncio.Future[T]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def drop_tracebacks(error: BaseException | None) -> None:
+    """Drop the tracebacks of an exception and its causes, and the local variables of their ended frames.
+
+    They form reference cycles that hold a failed request's media, and the gateway seldom collects garbage.
+    """
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 class Interruption(msgspec.Struct, eq=False):

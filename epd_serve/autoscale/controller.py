@@ -152,11 +152,11 @@ class Controller:
     # ------------------------------------------------------------------ parts
 
     def _observe(self, now_s: float, instances: Sequence[InstanceLoad]) -> tuple[dict[Stage, StageLoad], float]:
-        """Take a sample; return the load of each stage over the hold time, and its seconds (0 of few samples)."""
+        """Take a sample; return the load of each stage and the seconds that it covers (0: too few samples)."""
         roles = {one.name: one.role for one in instances}
         own = (self._order.instance, self._order.role) if self._order is not None else None
         if any(self._roles.get(name, role) != role and (name, role) != own for name, role in roles.items()):
-            self._ordered_s = now_s  # somebody else switched an instance
+            self._ordered_s = now_s  # an operator switched an instance
         self._roles = roles
         self._refused = {(name, role) for name, role in self._refused if name in roles}
         serving = frozenset((one.name, one.role) for one in instances if one.is_serving)
@@ -175,7 +175,7 @@ class Controller:
         while len(self._samples) > 1 and self._samples[1][0] <= now_s - self._window_s:
             self._samples.popleft()
         steady = [one for one in self._samples if one[0] >= self._since_s]
-        first = len(steady) - 1  # of those in the hold time, and the last one before it
+        first = len(steady) - 1  # becomes the last sample before the hold time
         while first > 0 and (steady[first][0] > now_s - self._hold_s or len(steady) - first < _FEWEST_SAMPLES):
             first -= 1
         num_recent = len(steady) - first

@@ -152,6 +152,8 @@ class VllmStageCall:
         error = None if opened.cancelled() else opened.exception()
         if error is not None and self._exchange is not None and not self._exchange.kv.done():
             self._exchange.kv.set_exception(error)
+        if opened.cancelled() or error is not None or opened.result().decode_follows:  # D may decode for long
+            self._instance.open_calls.discard(self)
 
     def close(self) -> None:
         """End the call; cancels the work unless the answer has been read to the end. Idempotent."""
@@ -199,7 +201,7 @@ class VllmInstance(HttpServer):
 
     Attributes:
         target: its entry in the deployment file, in its present role.
-        open_calls: this caller's.
+        open_calls: this caller's that the instance works on.
     """
 
     def __init__(self, others: VllmInstances, name: str, url: str, target: VllmTarget) -> None:

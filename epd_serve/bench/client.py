@@ -142,7 +142,7 @@ class Answer:
             return
         try:
             chunk = _decoder.decode(data)
-        except msgspec.MsgspecError as error:
+        except ValueError as error:  # also invalid UTF-8
             self.fail(Failure.MALFORMED, f"{error}: {_quote(data)}")
             return
         if chunk.error is not None or chunk.object == "error" or self._event_name == b"error":
@@ -191,7 +191,7 @@ def _error_message(body: bytes) -> str:
     """Return the message of an error response, or the beginning of the body."""
     try:
         return _decoder.decode(body).error_text(body)
-    except msgspec.MsgspecError:
+    except ValueError:  # also invalid UTF-8
         return _quote(body)
 
 
@@ -275,7 +275,7 @@ async def model_names(http: aiohttp.ClientSession, url: str) -> list[str]:
         raise ValueError(f"{url} refuses the API key (HTTP 401: {said}); export OPENAI_API_KEY=KEY")
     try:
         return [str(one["id"]) for one in msgspec.json.decode(body)["data"]]
-    except (msgspec.DecodeError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError):
         said = _error_message(body)
         raise ValueError(f"{url}/v1/models: status {answer.status}: {said}; is --base-url right?") from None
 
@@ -292,7 +292,7 @@ async def describe_server(http: aiohttp.ClientSession, settings: RunSettings) ->
     try:
         async with http.get(f"{url}/dashboard/data", timeout=_MEET_TIMEOUT) as answer:
             dashboard = msgspec.json.decode(await answer.read(), type=_Dashboard)
-    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError):  # not an epd-serve gateway
+    except (aiohttp.ClientError, TimeoutError, ValueError):  # not an epd-serve gateway
         return
     devices = {one.device for one in dashboard.instances if one.device and one.device.startswith("emulated:")}
     kinds = ", ".join(sorted({emulated_kind(one) for one in devices}))

@@ -36,7 +36,7 @@ Bytes = Annotated[
 ]
 
 
-#: Least blocks of a cache whose size is not configured, and of one whose size is.
+#: Minimum blocks of a KV cache with a size derived from the memory, and with a configured size.
 MIN_BLOCKS, _LEAST_BLOCKS = 64, 8
 _MIB = 1 << 20
 

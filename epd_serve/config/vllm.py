@@ -39,7 +39,7 @@ class VllmConfig(Section):
         return str(next((python for name, python in named if name == role), None) or sys.executable)
 
     def check(self, placement: Sequence[InstancePlacement], settings: Mapping[str, InstanceSettings]) -> None:
-        """Raise ValueError for what vLLM's instances cannot do; ``settings``: those of each role."""
+        """Raise ValueError for options that vLLM's instances do not support; ``settings``: by role."""
         for role, one in settings.items():
             for key in _NATIVE_KEYS & one.model_fields_set:
                 raise ValueError(f"{key} (of {role}) has no effect with engine: vllm; leave it out")

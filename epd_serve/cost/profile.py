@@ -156,7 +156,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     def _demand(self, seconds: Sequence[float], launch_s: float) -> tuple[float, Demand]:
         total_s = max(seconds)
-        if self.kind != "analytic" or len(seconds) != 2:  # a measurement does not tell them apart
+        if self.kind != "analytic" or len(seconds) != 2:  # a measured line does not separate compute and memory
             return total_s, Demand()
         compute, memory = ((one - launch_s) / total_s for one in seconds)
         return total_s, Demand(self.compute_share * compute, self.bandwidth_share * memory)

@@ -98,8 +98,8 @@ class TowerStream(_Side):
         hurries: set while the instance shuts down: encodes no longer pause for decodes.
         paused_s: total seconds that running encodes have paused for decodes.
         is_wanted: True while items are being prepared, waiting or encoded.
-        changed: wakes the encoder, which clears it: an item has come, or :meth:`may_start` may have changed.
-        held_on: event loop of items that wait for :meth:`may_start`; None without any.
+        changed: wakes the encoder, which clears it: a new item, or :meth:`may_start` may return another result.
+        held_on: the encoder's event loop while its items wait for :meth:`may_start`, else None.
     """
 
     _side = 1

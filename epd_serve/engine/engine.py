@@ -274,7 +274,7 @@ class Engine:
                 priority=priority,
                 arrival_s=self._clock(),
             )
-            asked.granted.set_running_or_notify_cancel()  # who waits for it cannot cancel it
+            asked.granted.set_running_or_notify_cancel()  # a waiter that is cancelled leaves it alone
             insort(self._asking, asked, key=_TURN)
             self._grant()
         return asked
@@ -455,7 +455,7 @@ class Engine:
                 self._sender.fence(transfer, partial(self._sent, sequence))
 
     def _sent(self, sequence: Sequence) -> None:
-        """Retire a sequence on a thread of the sender, which reads its blocks no more."""
+        """Retire a sequence whose blocks the sender has ceased to read; may run on a thread of the sender."""
         with self.changed:
             self._retire(sequence)
             self._grant()

@@ -206,7 +206,7 @@ class StepLoop:
                 step.groups.on_computed()
             events = self.engine.finish(sampled, step.output, after.output if after else None)
             self._events += events
-            if events and isinstance(events[0], FailureEvent):  # no numbers: the device may be lost
+            if events and isinstance(events[0], FailureEvent):  # NaN logits: the device may be lost
                 pace.end_if_lost(self._stream.device)
             now = time.monotonic()
             seconds, self._landed_s = now - max(step.launched_s, self._landed_s), now

@@ -141,7 +141,7 @@ class Encoder:
         return self.stream.batch_bytes(count * area)
 
     def may_start(self) -> bool:
-        """Return whether the waiting items may start; ``stream`` tells when this changes."""
+        """Return whether the waiting items may start; ``stream.changed`` is set when this changes."""
         return self.stream.may_start(self._waiting[0].num_pixels)
 
     async def close(self) -> None:
@@ -262,7 +262,7 @@ class Encoder:
             await stream.changed.wait()
             stream.changed.clear()
             while self._waiting:
-                # set before the check: whoever changes the result later sees it and calls reconsider()
+                # set before the check: the thread that changes the result later sees it in reconsider()
                 was_held, stream.held_on = stream.held_on is not None, self._loop
                 budget = self._budget
                 try:

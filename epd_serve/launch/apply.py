@@ -228,11 +228,14 @@ class Applier:
             if plan.replaces_gateway:
                 doing = _REPLACE_GATEWAY
                 say(doing)
-                await self._supervisor.replace(record.next_gateway(), _STEP_S)
+                gateway = record.next_gateway()
+                await self._supervisor.replace(gateway, _STEP_S)
+                record.use_gateway(gateway)
         except (AdminRefused, ProcessDied, TimeoutError, OSError) as error:
-            gateway = {"gateway": old.model_dump(exclude_unset=True).get("gateway", {})}
-            record.config = old if not plan.replaces_gateway else change_config(plan.config, gateway)
+            kept = {"gateway": old.gateway, "slo": old.slo}
+            record.config = plan.config.model_copy(update=kept) if doing == _REPLACE_GATEWAY else old
             record.read_roles()
+            record.write_gateway_file()  # the old gateway reads it when it is restarted
             now = ", ".join(f"{name} ({one.role})" for name, one in record.live.items())
             raise ApplyStopped(
                 f"{doing} failed: {str(error) or 'it took too long'}\nThe deployment keeps serving with {now}; "

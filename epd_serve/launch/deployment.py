@@ -84,6 +84,7 @@ class LocalDeployment(Supervisor):
                 listener=self._listener.fileno(),
             )
             specs = [*record.begin(config.placement()), record.next_gateway()]
+            record.use_gateway(specs[-1])
             undo.pop_all()
         self.gateway_url, self.admin_socket = specs[-1].url, record.admin
         super().__init__(

@@ -62,7 +62,7 @@ def _prepare_vllm(
     environment: Mapping[str, str],
     prepared: list[PreparedInstance],
 ) -> Iterator[str]:
-    """Fill ``prepared``, and yield comments on what is missing here or must be replaced elsewhere."""
+    """Fill ``prepared``; yield comments on missing packages and files, and on words to replace."""
     path, shared, found = "", "", dict[str, VllmFound]()
     try:
         found = check_engines(config)

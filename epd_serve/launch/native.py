@@ -123,7 +123,7 @@ def prepare_native(
             url=url_of(config.instances.host, port, tls=config.read_tls() is not None),
             can_fork=can_fork(config, instance.devices),
         )
-        # the number of instances may change, and with it what follows from it
+        # options that follow from the number of instances, which may change
         follows = {"threads"} if settings.threads is None and share is None else set()
         follows |= {"memory_share"} if settings.memory_share is None else set()
         own = options.model_dump_json(include={*OF_PROCESS, "device_share"} - follows)

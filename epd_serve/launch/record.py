@@ -119,13 +119,18 @@ class DeploymentRecord:
             if role is not None and role != instance.role:
                 self.live[name] = instance.switched(role, self.config)
 
+    def use_gateway(self, gateway: ProcessSpec) -> None:
+        """Redirect the link to a gateway's admin socket."""
+        assert gateway.socket is not None
+        link = self.directory / "admin.new"
+        link.symlink_to(gateway.socket.name)
+        link.replace(self.admin)
+
     def next_gateway(self) -> ProcessSpec:
-        """Return the process of another gateway, and redirect the link to its admin socket."""
+        """Return the process of another gateway."""
         assert self.listener is not None
         self._num_gateways += 1
-        own, link = self.directory / f"admin.{self._num_gateways}", self.directory / "admin.new"
-        link.symlink_to(own.name)
-        link.replace(self.admin)
+        own = self.directory / f"admin.{self._num_gateways}"
         host, port = self.config.gateway.host, self.ports.gateway
         command = ("proxy", "--config", str(self.write_gateway_file()), "--admin-path", str(own), "--host", host)
         encodes = any(one.role.encodes for one in self.config.placement())

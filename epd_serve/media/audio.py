@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.media.container import container_of, opened
+from epd_serve.media.container import container_of, load_pyav, opened
 from epd_serve.types import AudioFacts
 
 if TYPE_CHECKING:
@@ -75,9 +75,7 @@ def read_samples(data: bytes, facts: AudioFacts, rate: int) -> Iterator[NDArray[
 
     Raises InvalidRequest if the file is corrupt or does not match its facts.
     """
-    import av  # an optional dependency
-
-    found, kind = 0, container_of(data, "audio", len(data))
+    av, found, kind = load_pyav("sounds"), 0, container_of(data, "audio", len(data))
     with opened(data, "audio", kind, CODECS) as (file, stream):
         resampler = av.AudioResampler(format="flt", rate=rate)  # with 8 planes PyAV reads a ninth
         for frame in file.decode(stream):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from blake3 import blake3
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProcessor, PreTrainedModel
 
@@ -28,8 +29,12 @@ _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64,
     "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -82,23 +87,32 @@ def _shows_videos(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _StoredWeight:
-    """A weight in a file, in the form that transformers loads; read straight onto ``home`` when it is taken."""
+    """A weight in a file, in the form that transformers loads; read straight onto ``home`` when it is taken.
+
+    ``pages``: the whole file, on a CPU: a mapping for each weight would keep a file descriptor for each.
+    """
 
     file: Path
     offset: int
     entry: dict[str, Any]
     home: torch.device
+    pages: NDArray[np.uint8] | None
 
     def __getitem__(self, _: Any) -> _StoredWeight:
         return self
 
     def to(self, device: Any, dtype: torch.dtype) -> Tensor:
         """Return the values: on a CPU pages of the file, mapped while the tensor lives, if dtypes agree."""
-        start, end = self.entry["data_offsets"]
-        stored = _DTYPES[self.entry["dtype"]]
+        start, end = (self.offset + place for place in self.entry["data_offsets"])
+        if (stored := _DTYPES.get(self.entry["dtype"])) is None:
+            known = ", ".join(_DTYPES)
+            raise ValueError(f"{self.file}: a weight has the dtype {self.entry['dtype']}; supported are {known}")
         if start == end:
             return torch.empty(self.entry["shape"], dtype=dtype, device=self.home)
-        content = np.memmap(self.file, np.uint8, "c", self.offset + start, (end - start,))
+        if self.pages is not None and stored == dtype:
+            content = self.pages[start:end]
+        else:
+            content = np.memmap(self.file, np.uint8, "c", start, (end - start,))
         values = torch.from_numpy(content).view(stored).view(self.entry["shape"])
         return values.to(dtype).to(self.home)
 
@@ -113,7 +127,8 @@ def _stored_weights(path: Path, home: torch.device) -> dict[str, _StoredWeight]:
     stored: dict[str, _StoredWeight] = {}
     for file in files:
         offset, tensors = read_header(file)
-        stored |= {name: _StoredWeight(file, offset, entry, home) for name, entry in tensors.items()}
+        pages = np.memmap(file, np.uint8, "c") if home.type == "cpu" else None
+        stored |= {name: _StoredWeight(file, offset, entry, home, pages) for name, entry in tensors.items()}
     return stored
 
 

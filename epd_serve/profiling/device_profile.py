@@ -81,6 +81,7 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
     encodes = grid.measure_encodes()
     with _loaded_language(options, device, family) as (language, runner):
         steps = grid.measure_steps(language, runner)
+        del runner  # with its KV memory, which a deployment sizes by the rest of the device's memory
     transfers = grid.measure_transfers()
     filled = [one for one in steps if one[0] != "decode"]
     base_s, token_s, sequence_s, context_s, pair_s = fit_relative(

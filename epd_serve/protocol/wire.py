@@ -536,7 +536,7 @@ PROMPT_NOTE_HEADER = "x-epd-prompt"
 
 
 class PromptNote(Message, frozen=True):
-    """The note, as JSON.
+    """P's note on a request's prompt; the header holds it as JSON.
 
     Attributes:
         num_tokens: number of prompt tokens.
@@ -544,9 +544,9 @@ class PromptNote(Message, frozen=True):
         num_cached: prompt tokens found in P's prefix cache.
     """
 
-    num_tokens: int
+    num_tokens: Count
     had: list[int] = []
-    num_cached: int = 0
+    num_cached: Count = 0
 
 
 class TokenizeRequest(Message, frozen=True):

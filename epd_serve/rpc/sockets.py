@@ -1,4 +1,4 @@
-"""TCP connections on which the kernel detects a dead host within seconds, and this process's limit of them."""
+"""TCP connections on which the kernel detects a dead host within seconds, and the limit of open files."""
 
 from __future__ import annotations
 

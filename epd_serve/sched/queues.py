@@ -107,7 +107,7 @@ class Queues:
     before new prompts and reservations, which are served by arrival. A running sequence that finds no block
     preempts the last one, which continues later. A waiting sequence preempts nothing.
 
-    ``features``: those that prompts need; set it before the first call of :meth:`plan` or :meth:`reserve`.
+    ``features``: the encoder outputs that prompts need; set it before :meth:`plan` and :meth:`reserve`.
     """
 
     features: Features

@@ -179,13 +179,12 @@ class _Parser:
         letters, begin = self._token, self._position
         if not letters:
             self._fail("an instance is missing at the end; write letters of E, P and D")
-        if not letters.isalpha():
+        if not letters[0].isalpha():
             self._fail(f"expected letters of E, P and D here, not {letters[0]!r}")
         for offset, letter in enumerate(letters):
             if letter not in ("E", "P", "D"):
-                advice = (
-                    f"write {letter.upper()}" if letter in "epd" else "use E (encode), P (prefill), D (decode)"
-                )
+                stages_are = "use E (encode), P (prefill) and D (decode)"
+                advice = f"write {letter.upper()}" if letter in "epd" else stages_are
                 self._fail(f"{letter!r} is not a stage; {advice}", at=begin + offset)
             if letter in letters[:offset]:
                 problem = f"stage {letter} appears twice in one instance; for two instances write '2{letter}'"
@@ -203,7 +202,7 @@ class _Parser:
 
     def _number(self, quantity: str) -> int | None:
         """Read a number, if there is one."""
-        if not self._token.isdecimal():
+        if not (self._token.isascii() and self._token.isdecimal()):
             return None
         digits = self._token.lstrip("0")
         if not digits:
@@ -220,7 +219,7 @@ class _Parser:
             self._fail("this parenthesis is not closed; add ')'", at=opened_at)
         if found == ")":
             self._fail("this parenthesis closes nothing; remove it, or add '(' before the group")
-        if found.isdecimal():
+        if found.isascii() and found.isdecimal():
             self._fail("a count goes before its stages; write '2E', not 'E2'")
         if found != "-":
             self._fail(f"expected '-' here, not {found[:1]!r}")

@@ -31,7 +31,7 @@ from proxy.serving.forwarding import EventSink
 from proxy.serving.job import Job
 from proxy.serving.prompts import stream_several, whole_several
 from proxy.serving.serve import serve_stream, serve_whole
-from proxy.tasks import Interruption
+from proxy.tasks import Interruption, drop_tracebacks
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +95,11 @@ class Endpoint:
                 body = await client.body(gateway.max_body_bytes)
             with Interruption(client.loop, limit_s, partial(StageTimeout, late)) as client.running:
                 await self._generate(client, visit, body, sink)
-        except ClientLeft:
+        except ClientLeft as error:
+            drop_tracebacks(error)
             status, client.answered = CLIENT_LEFT, True
         except ServeError as error:
+            drop_tracebacks(error)
             status, failure = BROKEN_OFF if sink.started else error.status, error
             if error.status >= 500:  # the log filter groups by this text
                 logger.warning(error.message.replace("%", "%%") + " (request %s)", record.request_id)

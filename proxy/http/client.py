@@ -138,7 +138,7 @@ class Client:
             next(sending)
         except StopIteration:
             return True
-        sending.close()  # the client does not keep up; the server waits before it writes
+        sending.close()  # the client reads slowly: the server waits before it writes, so nothing was sent
         return False
 
     async def drain(self) -> None:

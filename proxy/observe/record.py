@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from math import inf
 
 import msgspec
@@ -172,8 +173,11 @@ class RequestRecord(msgspec.Struct, eq=False):
                     span.attributes["failed"] = True
                 elif name == ENCODE:
                     span.attributes["feature"] = ENCODED  # the encoder's answer came after P used the feature
+        note = None
         if self.prompt_note:
-            note = msgspec.json.decode(self.prompt_note, type=PromptNote)
+            with suppress(ValueError):  # of an instance of another version
+                note = msgspec.json.decode(self.prompt_note, type=PromptNote)
+        if note is not None:
             had = {item for index, item in enumerate(self.items) if index in note.had}
             if self.prompt_tokens is None:
                 self.prompt_tokens = note.num_tokens

@@ -27,7 +27,7 @@ from proxy.fleet import Fleet
 from proxy.observe.record import DECODE, ENCODE, ENCODED, PREFILL, RECOMPUTED, STORED, TRANSFER
 from proxy.serving.forwarding import EventSink, Streamed, Whole
 from proxy.serving.job import Job, measure_demand
-from proxy.tasks import Interruption
+from proxy.tasks import Interruption, drop_tracebacks
 
 _P, _D = Stage.PREFILL, Stage.DECODE
 
@@ -78,6 +78,8 @@ async def _serve(fleet: Fleet, job: Job, answer: Streamed | Whole) -> None:
                 await attempt.forward_answers(answer)
             return
         except CallFailed as failure:
+            drop_tracebacks(failure)
+            drop_tracebacks(failure.error)
             if answer.complete:
                 return
             retry.fail_attempt(route, failure, begun=answer.begun, generated=answer.generated())

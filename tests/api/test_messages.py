@@ -161,10 +161,12 @@ async def test_max_tokens_of_a_larger_model_are_bounded_by_the_context(thinker):
 async def test_a_stop_sequence_is_named():
     choice = {"finish_reason": "stop", "stop_reason": "END", "message": {"content": "so "}}
     usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
+    usage["completion_tokens_details"] = {"reasoning_tokens": 1}
     chat = json.dumps({"choices": [choice], "usage": usage}).encode()
     made = json.loads(MessageBuilder(id="1", model="m").whole(chat))
     assert (made["stop_reason"], made["stop_sequence"]) == ("stop_sequence", "END")
     assert (made["usage"]["input_tokens"], made["usage"]["cache_read_input_tokens"]) == (5, 4)
+    assert (made["usage"]["output_tokens"], made["usage"]["output_tokens_details"]) == (2, {"thinking_tokens": 1})
 
 
 async def test_results_of_tools_come_before_what_the_user_says():

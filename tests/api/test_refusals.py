@@ -76,6 +76,7 @@ def part(part):
         (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
         (RESPONSES, {"tool_choice": "required"}, "tool_choice"),
         (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.name"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         (RESPONSES, {"max_tokens": 3}, "max_tokens"),
         (MESSAGES, {"max_tokens": None}, "max_tokens"),
         (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),

@@ -6,6 +6,8 @@ import pytest
 from chat import data_url
 from pictures import noise, png
 
+from epd_serve.protocol.openai.responses import ResponsesCall
+
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PICTURE = data_url(png(noise(3)))
@@ -85,3 +87,15 @@ async def test_a_required_tool_is_called(client):
     assert [e.type for e in events if "function_call" not in e.type] == [f"response.{kind}" for kind in kinds]
     assert (call.type, call.name) == ("function_call", "measure") and call.call_id.startswith("call_")
     assert set(json.loads(call.arguments)) == {"size", "ok"}
+
+
+async def test_an_error_before_the_first_token_is_an_event_of_a_begun_response():
+    """The openai client's accumulator refuses a stream that begins with anything but response.created."""
+    call = ResponsesCall.parse(b'{"input": "Hi", "stream": true}')
+    told = call.translation(id="1", created=0, model="demo").events(
+        b'{"error": {"message": "lost", "code": null}}'
+    )
+    events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith(b"data: ")]
+    names = ["response.created", "response.in_progress", "response.failed", "error"]
+    assert [event["type"] for event in events] == names
+    assert [event["sequence_number"] for event in events] == [0, 1, 2, 3]

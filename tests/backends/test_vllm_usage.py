@@ -52,6 +52,7 @@ async def ask(serve: Any, p_cached: int | None, *, stream: bool, for_vllm: str) 
         decode = calls["d0"].decode(DecodeRequest(request_id="r", stream=stream), trace_id="r")
         try:
             await prefill.opened
+            assert not calls["p0"].open_calls and calls["d0"].open_calls, "P may leave while D decodes"
             body = bytearray()
             if not stream:
                 return b"".join([chunk async for chunk in (await decode.opened).chunks()])

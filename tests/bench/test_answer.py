@@ -86,6 +86,7 @@ def test_no_bytes_raise(data: bytes) -> None:
         (stream(chunk("", role="assistant"), chunk(finish="stop"), b"[DONE]"), True, Failure.NO_TOKENS),
         (stream(b'{"choices": ['), True, Failure.MALFORMED),
         (stream(b"[1]"), True, Failure.MALFORMED),
+        (stream(b'{"message": "\xff"}'), True, Failure.MALFORMED),
         (b"", True, Failure.MALFORMED),
         (b"<html>", True, Failure.MALFORMED),
         (stream(chunk("a"), b'{"error": null, "choices": []}', chunk(finish="stop")), True, None),

@@ -4,7 +4,16 @@ import jsonschema
 import pytest
 from ruamel.yaml import YAML
 
-from epd_serve.config import DeploymentConfig, InstanceSettings, deployment_schema, load_config, parse_config
+from epd_serve.config import (
+    DeploymentConfig,
+    InstanceOptions,
+    InstanceSettings,
+    deployment_schema,
+    load_config,
+    parse_config,
+)
+from epd_serve.config.shares import DeviceShare
+from epd_serve.types import Role
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted(DEPLOY.glob("*.yaml"), key=lambda file: file.name)
@@ -63,6 +72,20 @@ def test_every_setting_reaches_the_instance() -> None:
     assert {name: getattr(options, name) for name in values} == values
     assert (options.name, str(options.role), options.port, options.dtype) == ("p0", "P", 9001, "auto")
     assert options.mooncake.devices == "mlx5_0"
+
+
+def test_an_instance_started_by_hand_has_its_flags_and_the_options_of_its_role() -> None:
+    config = parse_config(
+        "{topology: 2E-PD, instances: {host: 10.0.0.1, threads: 2}, roles: {E: {share: 0.5, memory_share: 0.25}}}"
+    )
+    own = {"port": 9000, "device": "npu:1", "join": ["http://127.0.0.1:8001"], "data_port": 5}
+    for host, threads, chosen in ((None, None, ("10.0.0.1", 2)), ("10.0.0.2", 7, ("10.0.0.2", 7))):
+        options = config.options_alone("e9", Role.parse("E"), host=host, threads=threads, **own)
+        assert (options.host, options.threads) == chosen
+        assert (options.name, options.port, options.device, options.data_port) == ("e9", 9000, "npu:1", 5)
+        assert options.join == ("http://127.0.0.1:8001",) and options.memory_share == 0.25
+        assert options.device_share == DeviceShare(share=0.5, start=0.0)
+        assert InstanceOptions.model_validate_json(options.to_json()) == options
 
 
 @pytest.mark.parametrize(

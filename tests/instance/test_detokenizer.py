@@ -1,5 +1,6 @@
 """Text comes out piece by piece as it would in one piece, never half a character, never past a stop string."""
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -153,3 +154,12 @@ def test_tokens_that_make_no_character_are_decoded_a_few_at_a_time(
     assert "".join(pieces) + detokenizer.flush() == "\ufffd" * 500 * is_shown
     if is_shown:
         assert all("".join(pieces[at : at + 20]) for at in range(0, 480, 20)), "they are shown now and then"
+
+
+def test_long_stop_strings_that_almost_match_hold_nothing_up() -> None:
+    detokenizer = Detokenizer(Texts(["a" * 1000, "ca"]), [], ["a" * 500_000 + end for end in "bdefghij"])
+    began = time.process_time()
+    for _ in range(300):
+        assert detokenizer.push(0) == ""
+    assert detokenizer.push(1) == "a" * 300_000 + "c"
+    assert time.process_time() - began < 4

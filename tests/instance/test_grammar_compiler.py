@@ -79,6 +79,8 @@ LACKING = [
     {"properties": {"a": {"type": "string", "format": "cidr"}}},
     {"properties": {"a": {"type": "string", "pattern": "^(?=.*x)[a-z]+$"}}},
     {"properties": {"a": {"type": "string", "pattern": "^(a|b)\\1$"}}},
+    {"properties": {"a": {"type": "string", "pattern": "\\bx\\b"}}},
+    {"properties": {"a": {"type": "string", "pattern": "^\\\\(?>a)\\Z"}}},
     {"properties": {"a": {"type": "array", "uniqueItems": True}}},
     {"properties": {"a": {"type": "array", "contains": {"const": 1}}}},
     {"properties": {"a": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}}},
@@ -115,6 +117,12 @@ async def test_what_cannot_be_enforced_is_left_out_and_the_rest_is_enforced(comp
             assert len(compiler.tried) == tried
 
 
+async def test_what_only_looks_like_look_around_or_a_back_reference_is_enforced(compiler):
+    for pattern, wanted in ((r"^\\1$", r"\1"), (r"^f\(?=1$", "f=1")):
+        constraint = await compiler.compile(grammar({"type": "string", "pattern": pattern}))
+        assert accepts(constraint, json.dumps(wanted)) and not accepts(constraint, '"x"')
+
+
 async def test_a_strict_schema_that_cannot_be_enforced_is_refused_by_name(compiler):
     for more in LACKING:
         schema = json.dumps(object_of(more))
@@ -138,6 +146,8 @@ KEYWORDS = (
     "cidr",
     "(?=",
     "(a|b)",
+    "bx",
+    "(?>",
     "unique",
     "contains",
     "oneOf",

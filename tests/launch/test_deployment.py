@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from epd_serve.config import change_config, load_config, parse_config
+from epd_serve.launch.apply import ApplyStopped
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes import supervisor
 from epd_serve.launch.processes.process import ProcessDied, ProcessState
@@ -33,6 +34,19 @@ async def test_a_failed_start_leaves_its_logs_and_no_process(fakes: Any, monkeyp
         await deployment.__aenter__()
     assert fakes.alive == set()
     assert "no memory" in (deployment.log_dir / "d0.log").read_text()
+
+
+async def test_a_gateway_that_fails_to_start_leaves_the_old_one_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_GATEWAY", "once")
+    config = parse_config(CONFIG)
+    changed = change_config(config, {"gateway": {"max_queue": 7}})
+    async with LocalDeployment(config, ready_timeout_s=300) as running:
+        for _ in range(2):  # the second time, too, there is something to change
+            with pytest.raises(ApplyStopped, match="replace gateway failed"):
+                await running.apply(changed)
+            assert running.admin_socket.exists(), "the old gateway's"
+            file = running.admin_socket.with_name("deployment.yaml")
+            assert load_config(file).gateway.max_queue == 4096, "for its next start"
 
 
 async def test_an_end_calls_a_change_off_and_does_not_wait_for_it(

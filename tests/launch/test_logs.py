@@ -55,6 +55,20 @@ def test_the_last_runs_stay_and_those_that_last(folder: Path, monkeypatch: pytes
     assert not Path(last.logs).exists() and running() == []
 
 
+def test_a_run_lasts_as_soon_as_others_find_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, found = Path.write_bytes, list[bool]()
+
+    def write_and_look(path: Path, data: bytes) -> int:
+        count = write(path, data)
+        found.extend(run.lasts for run in all_runs())
+        return count
+
+    monkeypatch.setattr(Path, "write_bytes", write_and_look)
+    run, lock = make()
+    run.end(lock, keep_logs=False)
+    assert found == [True], "else another launcher would remove its sockets"
+
+
 def test_what_a_killed_launcher_left_is_removed_by_the_next(folder: Path) -> None:
     program = (
         "import os, signal\n"

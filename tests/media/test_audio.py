@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import AsyncIterator
 from functools import cache
 
@@ -150,3 +151,13 @@ def test_files_made_of_any_good_one_end_in_a_sentence_or_in_samples() -> None:
             except InvalidRequest:
                 num_refused += 1
     assert 30 < num_refused < 150
+
+
+def test_samples_without_pyav_are_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An encoder's installation may differ from the gateway's, which has read the facts."""
+    data = sound(1, 0.5, 16_000, 1, "wav")
+    facts = read_audio_facts(data, LIMITS)
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(InvalidRequest) as refusal:
+        next(read_samples(data, facts, 16_000))
+    assert refusal.value.code == "unsupported_media"

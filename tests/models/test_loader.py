@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tiny_models
 import torch
@@ -187,3 +188,26 @@ def test_a_broken_file_is_refused_before_anything_is_read(content: bytes | None,
     file.write_bytes(file.read_bytes()[:-8] if content is None else content)
     with pytest.raises(ValueError, match="safetensors"):
         load_part(path, ModelPart.LANGUAGE_MODEL, torch.float32)
+
+
+def test_a_model_on_a_cpu_holds_a_descriptor_for_each_file_not_for_each_weight(tmp_path: Path) -> None:
+    path = tiny_models.make_tiny_model("qwen2", tmp_path / "model")
+    before = psutil.Process().num_fds()
+    model = load_part(path, ModelPart.LANGUAGE_MODEL, torch.float32)
+    assert len(list(model.parameters())) > 20 >= psutil.Process().num_fds() - before + 18
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint16])
+def test_a_weight_of_an_unusual_dtype_is_read_or_refused_by_name(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = tiny_models.make_tiny_model("qwen2", tmp_path / "model")
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if name.endswith("q_proj.weight"))
+    weights[name] = (weights[name] * 100).abs().to(dtype)
+    save_file(weights, file, metadata={"format": "pt"})
+    if dtype == torch.uint16:
+        with pytest.raises(ValueError, match=r"model\.safetensors: .* dtype U16"):
+            load_part(path, ModelPart.LANGUAGE_MODEL, torch.float32)
+        return
+    model = load_part(path, ModelPart.LANGUAGE_MODEL, torch.float32)
+    assert torch.equal(model.get_parameter(name), weights[name].float())

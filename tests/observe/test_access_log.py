@@ -78,3 +78,10 @@ def test_an_item_whose_encoder_was_overtaken_by_the_answer_is_counted():
     left.status, left.end_s = 499, time.monotonic()
     left.complete()
     assert span.attributes == {"instance": "e0", "item": "a", "failed": True}
+
+
+def test_a_note_of_an_instance_of_another_version_is_ignored():
+    made = RequestRecord("chat", join_trace(), "r", time.monotonic())
+    made.status, made.end_s, made.prompt_note = 200, time.monotonic(), "35;0,2;16"
+    made.complete()
+    assert made.prompt_tokens is None

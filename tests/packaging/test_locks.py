@@ -41,3 +41,11 @@ def test_a_lock_is_current_and_every_entry_has_hashes_and_no_address(name: str) 
     for entry in entries:
         assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry
     assert not re.search(r"://|--(extra-)?index|--find-links", text)
+
+
+def test_the_oldest_msgspec_that_is_accepted_raises_value_errors() -> None:
+    """Bad bytes of peers are handled as ValueErrors, which msgspec's errors are since 0.21."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [msgspec] = [one for one in map(Requirement, project["dependencies"]) if one.name == "msgspec"]
+    assert not msgspec.specifier.contains("0.20.0")
+    assert msgspec.specifier.contains("0.21.0")

@@ -2,18 +2,22 @@
 
 import json
 from pathlib import Path
+from typing import Any
+from weakref import WeakSet
 
 import msgspec
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from device.cpu import CpuDevice
 from device.datasheets import DEVICE_SPECS
 from epd_serve.cli.app import app
 from epd_serve.config.schema import model_path
 from epd_serve.cost.profile import DecodeLine, Profile
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import KNOWN_SHAPES, shape_of
+from epd_serve.engine.step import StepRunner
 from epd_serve.profiling import device_profile, fits
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -38,7 +42,20 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_grid")
-def test_the_command_measures_fits_and_writes(tmp_path: Path) -> None:
+def test_the_command_measures_fits_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runners: WeakSet[StepRunner] = WeakSet()
+
+    class Watched(StepRunner):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            runners.add(self)
+
+    def headroom(_: CpuDevice) -> int:
+        assert not runners, "the KV memory that was measured with is free for a deployment"
+        return 1 << 30
+
+    monkeypatch.setattr(device_profile, "StepRunner", Watched)
+    monkeypatch.setattr(CpuDevice, "headroom", headroom)
     out = tmp_path / "demo.json"
     result = CliRunner().invoke(app, ["profile", str(out), "--model", "demo", "--threads", "1", "--clock", "cpu"])
     assert result.exit_code == 0, result.output

@@ -1,8 +1,10 @@
 """Requests over plain connections: in pieces, ahead of answers, unfinished, unread."""
 
 import asyncio
+import contextlib
 import gc
 import json
+import socket
 import time
 
 import pytest
@@ -89,19 +91,44 @@ async def test_a_finished_request_leaves_no_reference_cycle(start, kit, second, 
     chat = kit.chat(kit.data_url(kit.picture()), second or kit.data_url(kit.picture(9, 9)), **fields)
     assert (await gateway.answer(chat))[0] == status
     await gateway.settle()
+    left = await garbage_of(gateway, lambda: gateway.answer(chat))
+    assert not left & {"Client", "RequestRecord", "Job", "_Attempt", "_StageCall", "Interruption"}
+
+
+async def garbage_of(gateway, ask):
+    """Names of the types of what a request leaves to the garbage collector."""
     gc.collect()
     gc.disable()
     try:
-        assert (await gateway.answer(chat))[0] == status
+        await ask()
         await gateway.settle()
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        left = {type(one).__name__ for one in gc.garbage}
+        return {type(one).__name__ for one in gc.garbage}
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
-    assert not left & {"Client", "RequestRecord", "Job", "_Attempt", "_StageCall", "Interruption"}
+
+
+@pytest.mark.parametrize("how", ["fails", "breaks off", "is too slow", "is left", "is tried again"])
+async def test_a_request_that_fails_leaves_nothing_of_its_media(start, kit, how):
+    gateway = await start("e0:E", "p0:P", "p1:P", "d0:D", restart="never", request_timeout_s=2.0)
+    gateway["e0"].scripts["/stage/encode"] = lambda _: [kit.FOREVER]
+    script = {"is too slow": [kit.FOREVER], "is left": [kit.FOREVER], "breaks off": [kit.NONE, kit.FIRST, kit.DIE]}
+    for name in ("p0",) if how == "is tried again" else ("p0", "p1"):
+        gateway[name].scripts["/stage/prefill"] = lambda _: script.get(how) or kit.fail(500, "broken")
+    chat = kit.chat(kit.data_url(kit.picture()), stream=how == "breaks off")
+
+    async def ask():
+        asking = asyncio.create_task(gateway.answer(chat))
+        if how == "is left":
+            await gateway.until(lambda: gateway["p0"].got("/stage/prefill") or gateway["p1"].got("/stage/prefill"))
+            asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await gateway.until(lambda: is_empty(gateway))
+
+    assert not await garbage_of(gateway, ask) & {"Job", "MediaItem", "_Attempt", "_StageCall"}
 
 
 async def test_a_refused_body_is_read_to_its_end(start, kit):
@@ -135,6 +162,20 @@ async def test_a_body_that_does_not_come_is_a_408(start, kit, monkeypatch):
     assert is_empty(gateway) and await gateway.answer(kit.chat()) == (200, kit.WHOLE)
 
 
+async def read(one, end=None):
+    """All that comes until the connection's end, or until nothing follows ``end`` for a moment."""
+    data = bytearray()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        while True:
+            async with asyncio.timeout(0.3 if end is not None and data.endswith(end) else 60):
+                piece = await asyncio.get_running_loop().sock_recv(one, 1 << 20)
+            if not piece:
+                break
+            data += piece
+    return bytes(data)
+
+
 EVENT = b"data: " + b"x" * 60_000 + b"\n\n"
 
 
@@ -144,6 +185,26 @@ async def test_an_unread_stream_gives_its_place_back_at_its_time_limit(start, ki
     async with gateway.unread(STREAM):
         await gateway.until(lambda: gateway["pd0"].got("/stage/prefill"))
         await gateway.until(lambda: is_empty(gateway))
+
+
+async def test_an_unread_answer_is_not_followed_by_another(start, kit):
+    gateway = await start("pd0:PD", request_timeout_s=5.0)
+    whole = b'{"x":"' + b"x" * 5_000_000 + b'"}'
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, whole]
+    async with gateway.unread(BODY) as peer:
+        await gateway.until(lambda: gateway["pd0"].got("/stage/prefill"))
+        await gateway.until(lambda: is_empty(gateway))  # at once, or with an error behind the answer at the limit
+        answer = await read(peer, whole)
+    assert answer.count(b"HTTP/1.1 ") == 1 and answer.endswith(whole)
+
+
+async def test_a_late_reader_receives_the_error_of_its_stream(start, kit):
+    gateway = await start("pd0:PD", request_timeout_s=0.5)
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, *[EVENT] * 50, kit.FOREVER]
+    async with gateway.unread(STREAM) as peer:
+        await gateway.until(lambda: gateway["pd0"].cancelled)
+        answer = await read(peer)
+    assert b'"timeout_error"' in answer and not answer.endswith(b"0\r\n\r\n")
 
 
 @pytest.mark.parametrize("end", ["die", "forever"])

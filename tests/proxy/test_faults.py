@@ -5,8 +5,12 @@ import json
 import logging
 
 import pytest
+from gateway_settings import gateway_settings
+from instance_info import instance_info
 
+from epd_serve.errors import InvalidRequest
 from epd_serve.routing.routes import Router
+from proxy.fleet import Fleet
 
 STREAMS = pytest.mark.parametrize("stream", [True, False])
 
@@ -172,6 +176,34 @@ async def test_a_fault_of_the_gateway_is_a_counted_500_that_ends_the_connection(
         assert (response.status, response.headers["connection"]) == (500, "close")
         assert "LookupError" in json.loads(await response.read())["error"]["message"]
     assert 'endpoint="chat",modality="text",status="500"} 1.0' in await gateway.text("/metrics")
+
+
+async def test_a_loss_reported_during_a_poll_is_asked_about_at_once():
+    """The answer of an instance that has died since is older than the news of its death."""
+    asked, reply = asyncio.Queue(), asyncio.Event()
+
+    class Calls:
+        async def info(self):
+            asked.put_nowait(None)
+            await reply.wait()
+            return instance_info("p0")
+
+        async def probe(self, timeout_s):
+            pass
+
+        async def reports(self):
+            raise InvalidRequest("it makes none")
+            yield  # a generator
+
+    fleet = Fleet(gateway_settings(poll_interval_s=1000), [("p0", "http://p0")], lambda *_: Calls())
+    polling = asyncio.create_task(fleet.run())
+    await asked.get()
+    fleet.report_lost("p0")
+    reply.set()
+    async with asyncio.timeout(300):
+        await asked.get()
+    polling.cancel()
+    await asyncio.gather(polling, return_exceptions=True)
 
 
 async def test_a_503_says_when_to_come_back(start, kit):

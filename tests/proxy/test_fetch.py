@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.protocol.openai.messages import MediaSource
 from proxy.media import fetch
 from proxy.media import resolver as lookups
 from proxy.media.fetch import MediaFetcher
+from proxy.media.loader import MediaLoader
 from proxy.media.resolver import is_public, parse_address
 
 PRIVATE_V4 = [
@@ -288,6 +290,34 @@ async def test_the_resolved_address_is_checked(site, choosy, monkeypatch):
         with pytest.raises(InvalidRequest, match="must be reachable for this gateway"):
             await fetch.fetch(f"http://rebinding.example:{port}/image")
     assert len(hits) == 1
+
+
+async def test_dead_names_of_one_request_hold_up_no_other(site, monkeypatch):
+    port, loop = site[0], asyncio.get_running_loop()
+    look_up, dead, release = lookups.socket.getaddrinfo, set(), threading.Event()
+
+    def stall(host, *args, **options):
+        if host.startswith("dead"):
+            dead.add(host)
+            release.wait(300)
+        return look_up("127.0.0.1" if host.endswith(".example") else host, *args, **options)
+
+    monkeypatch.setattr(lookups.socket, "getaddrinfo", stall)
+    monkeypatch.setattr(lookups, "TIMEOUT_S", 300)
+    async with fetcher() as fetch:
+        loader, loads = MediaLoader(gateway_settings(), fetch), []
+        for letter in "ab":
+            urls = [f"http://dead-{letter}-{number}.example:{port}/image" for number in range(60)]
+            loads.append(loop.create_task(loader.load([MediaSource(url=url, param="") for url in urls])))
+        while len(dead) < 8:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for host in ("good.example", "127.0.0.1"):
+            assert await fetch.fetch(f"http://{host}:{port}/image") == b"picture"
+        assert (await loop.getaddrinfo("good.example", port))[0][4][0] == "127.0.0.1", "an instance's name"
+        assert not any(load.done() for load in loads)
+        release.set()
+        await asyncio.gather(*loads, return_exceptions=True)  # no pictures
+        loader.close()
 
 
 async def test_waiting_for_a_name_has_an_end(monkeypatch):

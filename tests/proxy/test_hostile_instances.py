@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from instance_info import instance_info
 
-from epd_serve.protocol import instance_state
+from epd_serve.protocol import instance_state, wire
 from epd_serve.routing.table import InstanceTable
 from epd_serve.rpc import items
 from epd_serve.types import StageRate
@@ -48,6 +48,17 @@ async def test_an_invalid_info_is_ignored(start, kit):
     assert not gateway["a1"].got("/stage/prefill")
     del gateway["a1"].info["tokens_per_pixel"]
     await gateway.until(lambda: gateway.table["a1"].ready)
+
+
+@pytest.mark.parametrize("note", ["7;0;4", '{"num_tokens":-1}', "\xff"])
+async def test_a_note_that_cannot_be_read_is_ignored(start, kit, note):
+    gateway = await start("pd0:PD")
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [
+        (200, {wire.NEXT_HEADER: "none", wire.PROMPT_NOTE_HEADER: note}),
+        kit.WHOLE,
+    ]
+    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
+    assert 'endpoint="chat",modality="text",status="200"} 1.0' in await gateway.text("/metrics")
 
 
 async def test_an_answer_without_end_is_cut_off_and_asked_for_elsewhere(start, kit):

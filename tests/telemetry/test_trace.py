@@ -147,6 +147,16 @@ def test_a_process_that_is_killed_leaves_all_but_the_end(tmp_path: Path) -> None
     assert len([event for event in read_traces(tmp_path).events if event["ph"] == "X"]) == len(numbers) - 1
 
 
+def test_a_trace_stays_below_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epd_serve.telemetry.trace_file._MAX_BYTES", 1500)
+    writer = TraceWriter(tmp_path, "e0")
+    for number in range(100):
+        writer.put(work("tower", "encode", number, number + 1))
+    writer.close()
+    assert writer.path.stat().st_size <= 1500
+    assert read_traces(tmp_path).events
+
+
 def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = TraceWriter(tmp_path, "e0")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -32,7 +32,7 @@ def test_spaces_around_symbols_change_nothing(topology: Topology, data: st.DataO
     assert parse_topology(spaced) == topology
 
 
-@given(st.text(alphabet="EPDX()-@tp0129 ", max_size=24))
+@given(st.text(alphabet="EPDX()-@tp0129 é²٠٣", max_size=24))
 def test_any_text_is_read_or_refused_at_a_position_inside_it(text: str) -> None:
     try:
         topology = parse_topology(text)
@@ -96,6 +96,9 @@ def test_counts_of_devices_and_instances(text: str, devices: int, instances: int
         ("E-P-D@", 5, "as in 'D@tp2'"),
         ("E-P-D@tp", 8, "needs a number"),
         ("E-P-D@tp0", 8, "width of 0"),
+        ("E-P-D@tp\u0660", 8, "needs a number"),
+        ("\u0663E-P-D", 0, "expected letters"),
+        ("E-P-D\u00b2", 5, "not a stage"),
         ("()-D", 1, "not ')'"),
         ("E--P", 2, "not '-'"),
         ("E P D", 2, "expected '-'"),

@@ -53,7 +53,7 @@ class Transfer(OutgoingTransfer):
         self._decoder = decoder
 
     def announce(self, announcement: KVAnnouncement) -> KVTaken:
-        return self._decoder.announce(announcement) if announcement.parts else KVTaken([])
+        return self._decoder.announce(announcement) if announcement.parts else self._decoder.greet()
 
 
 class Decoder:
@@ -74,6 +74,9 @@ class Decoder:
         self.refused: set[str] = set()
         self.goes_on = threading.Event()
         self.goes_on.set()
+
+    def greet(self) -> KVTaken:
+        return KVTaken([])
 
     def announce(self, announcement: KVAnnouncement) -> KVTaken:
         assert self.goes_on.wait(300)
@@ -122,8 +125,15 @@ class Gone(Decoder):
         raise TransferError("it is out of memory")
 
 
+class Strange(Gone):
+    def greet(self) -> KVTaken:
+        raise ValueError("no answer of this version")
+
+
 @pytest.mark.parametrize(
-    ("peer", "block", "computed"), [(Decoder, 13, None), (Decoder, 7, Failing), (Gone, 7, None)], ids=range(3)
+    ("peer", "block", "computed"),
+    [(Decoder, 13, None), (Decoder, 7, Failing), (Gone, 7, None), (Strange, 7, None)],
+    ids=range(4),
 )
 def test_a_transfer_that_fails_announces_nothing_more_and_takes_no_other_along(
     peer: type[Decoder], block: int, computed: type[CpuEvent] | None

@@ -12,8 +12,9 @@ _Schema = dict[str, Any]
 _DATA = frozenset({"enum", "const", "default", "example", "examples"})
 #: Keywords whose value holds schemas by name.
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-#: Look-around and back-references.
-_UNSUPPORTED = re.compile(r"\(\?<?[=!]|\\[1-9]|\(\?P=|\\k<")
+#: Group 1: look-around, back-references, atomic groups, comments, and escapes and quantifiers that llguidance does
+#: not know. Other escapes match too, so that the search steps over an escaped backslash or bracket.
+_UNSUPPORTED = re.compile(r"(\(\?(?:<?[=!]|P=|>|#)|\\(?![AadDfnpPrsStuUvwWxz])[0-9A-Za-z<>]|\{,)|\\.", re.DOTALL)
 
 
 def enforceable(schema: _Schema, *, is_strict: bool) -> _Schema:
@@ -42,12 +43,16 @@ def enforceable(schema: _Schema, *, is_strict: bool) -> _Schema:
 
 
 def _drop_patterns(node: _Schema) -> None:
-    if _UNSUPPORTED.search(str(node.get("pattern", ""))):
+    if not _is_supported(str(node.get("pattern", ""))):
         del node["pattern"]
     by_pattern = node.get("patternProperties")
-    if isinstance(by_pattern, dict) and any(map(_UNSUPPORTED.search, by_pattern)):
-        node["patternProperties"] = {key: one for key, one in by_pattern.items() if not _UNSUPPORTED.search(key)}
+    if isinstance(by_pattern, dict) and not all(map(_is_supported, by_pattern)):
+        node["patternProperties"] = {key: one for key, one in by_pattern.items() if _is_supported(key)}
         node["additionalProperties"] = True
+
+
+def _is_supported(pattern: str) -> bool:
+    return not any(found[1] for found in _UNSUPPORTED.finditer(pattern))
 
 
 def _walk(node: Any) -> Iterator[_Schema]:

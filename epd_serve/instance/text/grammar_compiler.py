@@ -40,7 +40,7 @@ class GrammarCompiler:
         self._grammars = grammars
         self._processor = processor
         self._decoders = decoders
-        self._verdicts: dict[bytes, Grammar | InvalidRequest] = {}
+        self._verdicts: dict[bytes, Grammar | InvalidRequest | None] = {}  # None: enforced as it is
 
     async def constrain(
         self, sampling: SamplingParams, *, is_tried: bool = False
@@ -72,13 +72,14 @@ class GrammarCompiler:
             if not is_tried:
                 key = blake3(msgspec.msgpack.encode(grammar)).digest()
                 if key not in self._verdicts:
-                    self._verdicts[key] = await self._judge(grammar, place)
+                    judged = await self._judge(grammar, place)
+                    self._verdicts[key] = None if judged is grammar else judged
                     if len(self._verdicts) > _MAX_VERDICTS:
                         del self._verdicts[next(iter(self._verdicts))]
                 verdict = self._verdicts[key]
                 if isinstance(verdict, InvalidRequest):
                     raise InvalidRequest(verdict.message, param=verdict.param, code=verdict.code)
-                grammar = verdict
+                grammar = verdict or grammar
             return await place.run(self._grammars.constraint, grammar)
 
     async def _judge(self, grammar: Grammar, place: Place) -> Grammar | InvalidRequest:

@@ -137,7 +137,7 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._stop = stop
+        self._stops = [_StopString(one) for one in stop]
         self._firsts = frozenset(one[0] for one in stop)
         self._ids = list(prompt_ids[-_CONTEXT_TOKENS:])
         self._context = 0  # first token to decode again, since merging across tokens can change spaces
@@ -212,24 +212,52 @@ class Detokenizer:
         if not self._held and self._firsts.isdisjoint(new):
             self.text += new
             return new
-        pending, end = self._held + new, None
-        if self._num_tokens > self._min_tokens:
-            seen = len(self._held) + 1  # a match ends in the new text
-            places = ((pending.find(one, max(seen - len(one), 0)), -len(one)) for one in self._stop)
-            if found := [
-                (at, length) for at, length in places if at >= 0
-            ]:  # the first, and the longest of several
-                start, length = min(found)
-                self.stop_string = pending[start : start - length]
-                end = start - length if self._include_stop else start
-        if end is None:
-            starts = (at for at, one in enumerate(pending) if one in self._firsts)
-            end = next((at for at in starts if self._begins_stop(pending[at:])), len(pending))
-            self._held = pending[end:]
-        else:
+        pending, found = self._held + new, list[tuple[int, int]]()
+        for stop in self._stops:
+            for at, character in enumerate(new, start=len(self._held) + 1):
+                if stop.step(character) and self._num_tokens > self._min_tokens:
+                    found.append((at - len(stop.text), -len(stop.text)))
+                    break
+        if found:
+            start, length = min(found)  # the first, and the longest of several
+            self.stop_string = pending[start : start - length]
+            end = start - length if self._include_stop else start
             self._held = ""
+        else:
+            end = len(pending) - max(stop.num_matched for stop in self._stops)
+            self._held = pending[end:]
         self.text += pending[:end]
         return pending[:end]
 
-    def _begins_stop(self, text: str) -> bool:
-        return any(len(text) < len(one) and one.startswith(text) for one in self._stop)
+
+class _StopString:
+    """One stop string, searched in a growing text (Knuth, Morris and Pratt 1977).
+
+    The cost of a character depends neither on the string's length nor on the text: a client chooses both.
+
+    Attributes:
+        num_matched: length of the longest beginning of the string with which the text ends.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        self._fallbacks = [
+            0,
+            0,
+        ]  # by matched length: the longest shorter match; grows with the longest match so far
+
+    def step(self, character: str) -> bool:
+        """Add a character of the text; return whether the text now ends with the string."""
+        text, fallbacks, matched = self.text, self._fallbacks, self.num_matched
+        while matched and text[matched] != character:
+            matched = fallbacks[matched]
+        matched += text[matched] == character
+        if matched == len(fallbacks):
+            shorter = fallbacks[-1]
+            while shorter and text[shorter] != character:
+                shorter = fallbacks[shorter]
+            fallbacks.append(shorter + (text[shorter] == character))
+        is_whole = matched == len(text)
+        self.num_matched = fallbacks[matched] if is_whole else matched
+        return is_whole

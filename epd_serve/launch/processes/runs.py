@@ -58,14 +58,14 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
                 sockets=tempfile.mkdtemp(prefix="epd-serve-"),
                 file=None if file is None else str(file.resolve()),
             )
+            lock = os.open(run.logs, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # before another launcher finds the run and takes it for ended
             Path(run.logs, _RUN_FILE).write_bytes(msgspec.json.encode(run))
         except OSError as error:
             raise ValueError(
                 f"cannot make directories for logs and sockets ({error}); set EPD_SERVE_LOG_DIR and TMPDIR to "
                 "writable directories with short paths"
             ) from error
-        lock = os.open(run.logs, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
         return run, lock
 
     def end(self, lock: int, *, keep_logs: bool) -> None:

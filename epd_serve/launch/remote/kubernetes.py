@@ -126,7 +126,7 @@ def manifests(file: Path, values: Values) -> list[Manifest]:
 
 
 def _gateway(config: DeploymentConfig, own: Manifest, values: Values) -> list[Manifest]:
-    """Return the gateway's manifests; the first has the user's file, ``own``, with what differs in the cluster."""
+    """Return the gateway's manifests; the first contains the user's file, ``own``, adapted to the cluster."""
     instances = {**(own.get("instances") or {}), "base_port": BASE_PORT}
     instances.pop("host", None)
     gateway = {**(own.get("gateway") or {}), "host": "0.0.0.0", "port": _HTTP, "instances": {}}

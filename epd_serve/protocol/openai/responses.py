@@ -90,6 +90,13 @@ class TextFormat(RequestModel):
     schema_: Schema | None = Field(None, alias="schema", description="JSON Schema of the answer.")
     strict: bool | None = Field(None, description="Refuse a schema that cannot be enforced in full.")
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.type == "json_schema" and None in (self.name, self.schema_):
+            missing = "name" if self.name is None else "schema"
+            raise broken_rule("type 'json_schema' needs name and schema", missing)
+        return self
+
 
 class TextOptions(RequestModel):
     """Options of the answer's text."""
@@ -303,6 +310,8 @@ class ResponseBuilder(AnswerTranslation):
         self._emit(f"response.{response['status']}", response=response)
 
     def _emit_error(self, error: dict[str, Any]) -> None:
+        if not self._has_begun:  # clients expect response.created first
+            self._emit_begin()
         about = {"code": error.get("code") or "server_error", "message": error["message"]}
         self._emit("response.failed", response=self._answer("failed", about))
         self._emit("error", **about, param=None, error=error)
