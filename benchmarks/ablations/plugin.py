@@ -1,7 +1,7 @@
 """Registers the baselines that the environment names.
 
-Not in :mod:`benchmarks.ablations.processes`: a forked instance imports its launcher's main module, and with it that
-module, before it has its own environment.
+Not in :mod:`benchmarks.ablations.processes`: a forked instance imports its launcher's main module, with it that
+module, before it has its environment.
 """
 
 from __future__ import annotations
