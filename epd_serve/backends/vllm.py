@@ -211,7 +211,7 @@ class VllmInstance(HttpServer):
         self._others = others
         self._encodes: dict[object, int] = {}  # pixels of this caller's items
         self._model = ""
-        self._warm: float | None = None  # start of the process that is warmed up
+        self._warm: float | None = None  # start of the process being warmed up
         self._seen: VllmFigures | None = None
         self._moved_at = 0.0  # when the engine last made progress
         self._engine_id: tuple[float | None, str] | None = None

@@ -57,7 +57,7 @@ def error_of(status: int, body: bytes, name: str) -> ServeError:
 
 @dataclass(eq=False, slots=True)
 class Correction:
-    """How a client's answer differs from vLLM's.
+    """Differences between a client's answer and vLLM's.
 
     Attributes:
         copies, first_index: choices for each of vLLM's, and the index of the first one.

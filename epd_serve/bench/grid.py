@@ -17,7 +17,7 @@ HEADER = (
     *("deployment", "devices", "TTFT ms", "TTFT p99", "TPOT ms", "TPOT p99", "good %", "95 %"),
     *("effective tok/s per device", "tok/s", "sent", "failed"),
 )
-#: Columns that a terminal has no room for.
+#: Columns that are too wide for a terminal.
 _REPORT_ONLY = ("devices", "tok/s", "sent")
 #: Columns of AISBench's table on a terminal.
 _STATISTICS = ("Average", "Median", "P90", "P99", "N")

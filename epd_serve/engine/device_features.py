@@ -47,7 +47,7 @@ class Copies:
         self._copying = threading.Lock()  # torch before 2.13 does not restore a second thread's stream
 
     def within(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        """Copy memory to ``target``, by default to new device memory. Raises TransferError if that is full."""
+        """Copy memory to ``target``, by default to new device memory. Raises TransferError without room for it."""
         self._device.activate()
         try:
             with self._copying, self._stream:

@@ -274,7 +274,7 @@ class Engine:
                 priority=priority,
                 arrival_s=self._clock(),
             )
-            asked.granted.set_running_or_notify_cancel()  # a waiter that is cancelled leaves it alone
+            asked.granted.set_running_or_notify_cancel()  # a cancelled waiter leaves it alone
             insort(self._asking, asked, key=_TURN)
             self._grant()
         return asked

@@ -160,7 +160,7 @@ class Decoder:
             finally:
                 self._asking.discard(request.transfer_id)
             if blocks is not None and reservation.has_ended:
-                self.engine.unreserve(blocks)  # the request has ended meanwhile
+                self.engine.unreserve(blocks)  # the request has ended since
             elif blocks is not None:
                 self._reservations.grant(reservation, blocks, time.monotonic())
         if reservation.blocks is None or reservation.has_ended:

@@ -367,7 +367,7 @@ class _Worker:
             self._descriptor = -1
 
     async def begin(self, task: _Task, cpu_s: float, niceness: int) -> None:
-        """Hand a task over, in shared memory that is grown if necessary."""
+        """Hand a task over, in shared memory, which grows if necessary."""
         self._task, self._cpu_s, self._is_nice = task, cpu_s, bool(niceness)
         self._deadline_s = asyncio.get_running_loop().time() + _LEAST_STALL_S + _MAX_STRETCH * task.cpu_s
         num_bytes = max(len(task.data), task.num_bytes)

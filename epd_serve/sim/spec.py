@@ -90,7 +90,7 @@ def build(
 ) -> SimDeployment:
     """Place instances on devices like ``epd-serve up``.
 
-    Language models on one device share its memory equally, beside the tower. On a CPU, instances have their own
+    Language models on one device share its memory equally, next to the tower. On a CPU, instances have their own
     cores unless the notation co-locates them.
 
     Args:

@@ -39,7 +39,7 @@ class Reservation:
 
     @property
     def is_granted(self) -> bool:
-        """Whether KV may be read into its blocks."""
+        """Return whether KV may be read into its blocks."""
         return self.blocks is not None and not self.has_ended
 
 

@@ -189,7 +189,7 @@ class KVSender:
         sent()
 
     def close(self) -> None:
-        """Send what is queued and end the lanes."""
+        """Send the queued pushes and end the lanes."""
         with self._lock:
             self._is_closed = True
             lanes = list(self._lanes.values())

@@ -50,7 +50,7 @@ class Options:
     def check(self, workload: str) -> None:
         """Raise ValueError for keys that were not taken."""
         if unknown := [key for key in self.values if key not in self._known]:
-            raise ValueError(f"workload {workload} has no setting {unknown[0]!r}; known: {', '.join(self._known)}")
+            raise ValueError(f"workload {workload} lacks setting {unknown[0]!r}; known: {', '.join(self._known)}")
 
 
 def split_spec(spec: str) -> tuple[str, Path | None, Options]:

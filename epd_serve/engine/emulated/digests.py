@@ -226,7 +226,7 @@ class _Known:
     tail: bytes = b""
 
     def cut(self, blocks: Sequence[int]) -> None:
-        """Forget all blocks from the first that is not in ``blocks``."""
+        """Forget all blocks from the first one outside ``blocks``."""
         count = min(len(blocks), len(self.blocks))
         if self.blocks[:count] != blocks[:count]:
             count = next(i for i in range(count) if self.blocks[i] != blocks[i])

@@ -76,7 +76,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lasts(self) -> bool:
-        """Whether its launcher runs."""
+        """Return whether its launcher runs."""
         try:
             lock = os.open(self.logs, os.O_RDONLY)
         except FileNotFoundError:  # removed since it was listed

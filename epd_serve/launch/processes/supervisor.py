@@ -83,7 +83,7 @@ class Supervisor:
         """Follow a process's changes of state."""
 
     def on_death(self, death: ProcessDied, delay_s: float) -> None:
-        """Follow the deaths of processes that are restarted after ``delay_s``."""
+        """Follow the deaths of processes, which are restarted after ``delay_s``."""
 
     @property
     def processes(self) -> tuple[Process, ...]:

@@ -52,7 +52,7 @@ class MooncakeFeatureStore:
     """A :class:`epd_serve.transfer.feature_store.FeatureStore` over all instances that share a master.
 
     An instance puts features into its own segment. The master leases a feature for some seconds when it is put or
-    looked up, and evicts those without a lease, oldest first; a feature that is gone is encoded again. A feature
+    looked up, and evicts those without a lease, oldest first; a missing feature is encoded again. A feature
     that the store refuses, or while its master is down, goes into ``local``: no answer depends on the store.
 
     Args:
