@@ -42,8 +42,8 @@ CLIENT_LEFT = 499
 BROKEN_OFF = 599
 #: Longest time for a body to arrive.
 BODY_S = 120.0
-#: Larger bodies are parsed in a thread, because they would block the event loop for milliseconds.
-_INLINE_BYTES = 512 * 1024
+#: Larger bodies are parsed in a thread. For smaller ones, about a millisecond per megabyte, a thread takes longer.
+_INLINE_BYTES = 2 * 1024**2
 #: Time for a client to receive the error that ends its stream.
 _LAST_WORDS_S = 1.0
 
