@@ -120,7 +120,6 @@ class Endpoint:
         finally:
             if client.answered:
                 self.gateway.observer.finish(record, status, failure)
-            failure = None  # its traceback refers to this frame: a reference cycle
 
     async def _generate(self, client: Client, visit: Visit, body: bytearray, sink: EventSink) -> None:
         """Answer a request through ``sink`` or as a whole. Raises ServeError, even after the first byte."""

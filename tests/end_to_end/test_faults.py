@@ -113,7 +113,7 @@ async def read_stream(url: str, began: asyncio.Event) -> str:
 
 
 async def test_one_gateway_dies_and_the_other_does_not_notice(deployment: LocalDeployment) -> None:
-    """What it had asked for is over at the instances as well."""
+    """Instances end the calls of a dead gateway."""
     urls = {name: url for name, url in Books.of(deployment).urls.items() if name != "e0"}
     [process] = [process for process in deployment.processes if process.spec.name == "gateway"]
     async with gateway(urls) as other:

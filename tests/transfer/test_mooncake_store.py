@@ -38,7 +38,7 @@ async def test_what_one_encoder_has_put_another_does_not_encode(instances: Insta
 
 
 async def test_a_full_store_makes_room_once_leases_have_ended(instances: Instances, key: str) -> None:
-    """What it refuses until then stays with its encoder; more goes in than both segments of 64 MiB have."""
+    """More is put than both segments of 64 MiB hold; until then the encoder keeps what the store refuses."""
     store, consumer = instances.start(), instances.start(encodes=False)
     stored_bytes, number = 0, 0
     async with asyncio.timeout(300):
