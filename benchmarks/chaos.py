@@ -1,8 +1,12 @@
-"""Mixed requests under random SIGKILLs of E, P, D and the store's master, which are started again each time.
+"""Mixed requests under random faults of E, P, D and the store's master, which are started again each time.
 
-With ``--hangs`` some of them are stopped (SIGSTOP) instead, which the supervisor must notice. With ``--streams``
-all are long streams of patient clients, one instance of each role is left alone while another is started again,
-and at least 99 % of the streams have to be complete.
+``--faults`` names them: ``kill`` (SIGKILL), ``hang`` (SIGSTOP, until the supervisor replaces the process),
+``pause`` (SIGSTOP for up to half the time after which it would be replaced), ``cut`` (all TCP connections of a
+process are destroyed; needs root), ``full`` (/dev/shm is full for some seconds; needs a small one of its own:
+``unshare --mount sh -c 'mount -t tmpfs -o size=512m none /dev/shm && python -m benchmarks.chaos ...'``).
+
+With ``--streams`` all are long streams of patient clients, one instance of each role is left alone while another
+is started again, and at least 99 % of the streams have to be complete.
 
 With ``--stop SECONDS`` nothing is killed: d0 is stopped once, in the middle of streams, and goes on after so long
 (0: never, so that it is replaced). All streams have to be right.
@@ -20,20 +24,24 @@ import asyncio
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import time
+from asyncio.subprocess import DEVNULL
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
+import psutil
 from rich.console import Console
 
 from benchmarks.common import RESULTS, machine, typed, write
 from benchmarks.deployed import held_in
-from benchmarks.traffic import mixed_requests, report_of
+from benchmarks.traffic import MEDIA, mixed_requests, report_of
 from epd_serve.config import DEMO_MODEL, DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.process import ProcessState
@@ -42,6 +50,7 @@ from epd_serve.verify.check import Failed
 from epd_serve.verify.client import Client
 from epd_serve.verify.traffic import BAD, Outcome, Request, Traffic
 
+FAULTS = ("kill", "hang", "pause", "cut", "full")
 LEASE_S = 3.0
 DEADLINE_S = 60.0
 HANG_TIMEOUT_S = 9.0
@@ -59,11 +68,11 @@ class Chaos(Traffic):
     """Traffic to a deployment whose processes are killed.
 
     Attributes:
-        hang_share: of the faults, those that stop a process (SIGSTOP) and leave killing it to the supervisor.
+        faults: names of faults, of which each time one is chosen.
         num_spared: processes of a kind that must be ready beside one that is killed.
         answers_between: answers that must come between two faults, so that a slow machine is not killed faster.
-        kills: by name of the process, of either kind.
-        hangs: those of the other kind.
+        kills: by name of the process, those that hang included.
+        injected: number of faults by name.
         leaks: what was still held in the end.
     """
 
@@ -74,20 +83,20 @@ class Chaos(Traffic):
         *,
         seed: int = 0,
         interval_s: float = 0.0,
-        hang_share: float = 0.0,
+        faults: Sequence[str] = ("kill",),
     ) -> None:
         super().__init__(client, deadline_s=DEADLINE_S)
         self.deployment, self.rng = deployment, random.Random(seed)
-        self.interval_s, self.hang_share = interval_s, hang_share
+        self.interval_s, self.faults = interval_s, faults
         self.num_spared = self.answers_between = 0
         self.kills: Counter[str] = Counter()
-        self.hangs: Counter[str] = Counter()
+        self.injected: Counter[str] = Counter()
         self.leaks: dict[str, Any] = {}
 
     async def run(self, requests: Sequence[Request], concurrency: int) -> None:
-        """Ask all requests while processes are killed; again, until at least one of each kind was."""
+        """Ask all requests under faults; again, until at least one process of each kind was killed."""
         kinds = {kind_of(process.spec.name) for process in self.deployment.processes} - {"gateway"}
-        killing = asyncio.create_task(self.kill())
+        killing = asyncio.create_task(self.inject())
         try:
             while not kinds <= {kind_of(name) for name in self.kills}:
                 await self.ask_all(requests, concurrency)
@@ -95,8 +104,8 @@ class Chaos(Traffic):
             killing.cancel()
             await asyncio.gather(killing, return_exceptions=True)
 
-    async def kill(self) -> None:
-        """Each kind of process in its turn, so that a short run kills some of each too."""
+    async def inject(self) -> None:
+        """Inject faults into each kind of process in its turn, so that a short run strikes some of each too."""
         turn: list[str] = []
         struck: set[int] = set()  # a death may take the supervisor a while to notice
         enough = 0
@@ -114,13 +123,31 @@ class Chaos(Traffic):
             turn = [kind for kind in turn if kind in kinds] or self.rng.sample(kinds, len(kinds))
             if turn:
                 victim = self.rng.choice(alive[turn.pop()])
-                hangs = self.rng.random() < self.hang_share
                 with suppress(ProcessLookupError):
-                    os.kill(victim.pid, signal.SIGSTOP if hangs else signal.SIGKILL)
-                    struck.add(victim.pid)
-                    self.kills[victim.spec.name] += 1
-                    if hangs:
-                        self.hangs[victim.spec.name] += 1
+                    struck |= await self._strike(victim.spec.name, victim.pid, self.rng.choice(self.faults))
+
+    async def _strike(self, name: str, pid: int, fault: str) -> set[int]:
+        """Inject a fault; return the process's pid if another one must replace it."""
+        match fault:
+            case "kill" | "hang":
+                os.kill(pid, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+                self.kills[name] += 1
+            case "pause":
+                os.kill(pid, signal.SIGSTOP)
+                try:
+                    await asyncio.sleep(self.rng.uniform(0.1, HANG_TIMEOUT_S / 2))
+                finally:
+                    os.kill(pid, signal.SIGCONT)
+            case "cut":
+                ports = {one.laddr.port for one in psutil.Process(pid).net_connections("tcp") if one.raddr}
+                ends = " or ".join(f"sport = :{port} or dport = :{port}" for port in sorted(ports))
+                await (await asyncio.create_subprocess_exec("ss", "-KHt", f"( {ends} )", stdout=DEVNULL)).wait()
+            case "full":
+                with NamedTemporaryFile(dir="/dev/shm") as file:
+                    os.posix_fallocate(file.fileno(), 0, shutil.disk_usage("/dev/shm").free)
+                    await asyncio.sleep(self.rng.uniform(0.5, 3.0))
+        self.injected[fault] += 1
+        return {pid} if fault in ("kill", "hang") else set()
 
     async def settle(self) -> None:
         """Wait until all have started again, and until nothing is held; what stays held is a leak."""
@@ -148,7 +175,7 @@ class Chaos(Traffic):
             "longest_failure_s": round(max(failed, default=0.0), 2),
             "longest_s": round(max(one.seconds for one in results), 2),
             "kills": dict(sorted(self.kills.items())),
-            "hangs": dict(sorted(self.hangs.items())),
+            "faults": dict(sorted(self.injected.items())),
             "restarts": {one.spec.name: one.num_restarts for one in self.deployment.processes},
             "leaks": self.leaks,
         }
@@ -175,7 +202,7 @@ async def stop_once(arguments: argparse.Namespace) -> dict[str, Any]:
             await asyncio.sleep(arguments.stop)
             os.kill(victim.pid, signal.SIGCONT)
         else:
-            chaos.kills["d0"] = chaos.hangs["d0"] = 1
+            chaos.kills["d0"] = chaos.injected["hang"] = 1
         await asking
         seconds = time.monotonic() - began
         await chaos.settle()
@@ -199,7 +226,7 @@ def kind_of(name: str) -> str:
 def deployment_config(arguments: argparse.Namespace, **gateway: Any) -> DeploymentConfig:
     return DeploymentConfig(
         topology=arguments.topology,
-        model=getattr(arguments, "model", DEMO_MODEL),
+        model=arguments.model,
         gateway={"port": 0, "request_timeout_s": DEADLINE_S * 0.75, **gateway},
         feature_store=arguments.store,
         instances={
@@ -229,14 +256,14 @@ async def started(
     ) as deployment:
         client = Client(deployment.gateway_url)
         await client.meet()
-        options = {"seed": arguments.seed, "interval_s": arguments.interval, "hang_share": arguments.hangs}
+        options = {"seed": arguments.seed, "interval_s": arguments.interval, "faults": arguments.faults}
         yield Chaos(deployment, client, **options)
         await client.close()
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     streams = arguments.streams
-    requests = mixed_requests(arguments.requests, arguments.seed, patient=streams)
+    requests = mixed_requests(arguments.requests, arguments.seed, patient=streams, media=arguments.media)
     async with started(arguments, deployment_config(arguments)) as chaos:
         if streams:
             chaos.num_spared, chaos.answers_between = 1, ANSWERS_BETWEEN
@@ -288,8 +315,9 @@ def new_parser(description: str, *, num_requests: int) -> argparse.ArgumentParse
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--interval", type=float, default=8.0, help="mean seconds between two kills")
-    parser.add_argument("--hangs", type=float, default=0.0, help="share of the faults that are SIGSTOPs")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=["kill"], help="repeat one for more of it")
     parser.add_argument("--topology", default="2E-2P-2D")
+    parser.add_argument("--model", default=DEMO_MODEL, help="demo, or a transformers model directory")
     parser.add_argument("--store", choices=("embedded", "mooncake"), default="embedded")
     parser.add_argument("--transport", choices=("auto", "tcp", "mooncake"), default="auto")
     return parser
@@ -297,6 +325,9 @@ def new_parser(description: str, *, num_requests: int) -> argparse.ArgumentParse
 
 def main() -> int:
     parser = new_parser(__doc__ or "", num_requests=1000)
+    parser.add_argument(
+        "--media", nargs="+", choices=MEDIA, default=["picture"], help="those that the model takes"
+    )
     parser.add_argument("--streams", action="store_true", help="long streams of patient clients alone")
     parser.add_argument("--stop", type=float, help="stop the only D once, for these seconds; 0: for good")
     parser.add_argument("--hang-timeout", type=float, default=30.0, help="with --stop")

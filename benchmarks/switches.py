@@ -144,7 +144,6 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = new_parser(__doc__ or "", num_requests=500)
     parser.add_argument("--switches", type=int, default=20, help="under load")
-    parser.add_argument("--model", default="demo", help="demo, or a transformers model directory")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     return publish(asyncio.run(run(arguments)), arguments.output)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from epd_serve.verify.items import asked, noise
+from epd_serve.verify.items import asked, clip, noise, sound
 from epd_serve.verify.traffic import Outcome, Request, Traffic
 
-_NUM_PICTURES = 24
+_NUM_MEDIA = 24
+MEDIA: dict[str, Callable[[int], Any]] = {
+    "picture": noise,
+    "video": lambda number: clip([_COLORS[number % 6], _COLORS[number // 6]]),
+    "sound": lambda number: sound(200.0 + 50 * number),
+}
+_COLORS = ("red", "green", "blue", "yellow", "white", "black")
 _QUESTIONS = (
     "What color is the circle?",
     "What is in the picture?",
@@ -19,25 +26,52 @@ _QUESTIONS = (
 _TEXTS = ("What is the capital of France?", "Count to 9.", "What is 2 + 3?", "Repeat: apple banana cherry")
 
 
-def mixed_requests(count: int, seed: int, *, patient: bool = False) -> list[Request]:
-    """Texts, one and two pictures (few enough that most are asked about again), streams, impatient clients.
+_SCHEMA = {
+    "type": "object",
+    "properties": {"shape": {"enum": ["circle", "square", "triangle"]}, "count": {"type": "integer"}},
+    "required": ["shape", "count"],
+    "additionalProperties": False,
+}
+#: Fields of requests that are no plain chats.
+_SPECIAL: tuple[dict[str, Any], ...] = (
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "seen", "schema": _SCHEMA}}},
+    {
+        "tools": [{"type": "function", "function": {"name": "count_shapes", "parameters": _SCHEMA}}],
+        "tool_choice": {"type": "function", "function": {"name": "count_shapes"}},
+    },
+    {"n": 3, "temperature": 0.8, "seed": 7},
+)
 
-    With ``patient`` all are streams of clients that stay, long enough that a fault meets many in their middle.
+
+def mixed_requests(
+    count: int, seed: int, *, patient: bool = False, media: Sequence[str] = ("picture",)
+) -> list[Request]:
+    """Texts, one and two media items (few enough that most are asked about again), schemas, tools, several
+    choices, streams, impatient clients.
+
+    With ``patient`` all are streams of one plain choice, of clients that stay, long enough that a fault meets many
+    in their middle.
     """
     rng = random.Random(seed)
-    return [_mixed_request(rng, patient) for _ in range(count)]
+    return [_mixed_request(rng, patient, media) for _ in range(count)]
 
 
-def _mixed_request(rng: random.Random, patient: bool) -> Request:
-    pictures = [rng.randrange(_NUM_PICTURES) for _ in range(rng.choice((0, 0, 1, 1, 1, 2)))]
-    text = rng.choice(_QUESTIONS if pictures else _TEXTS) + " apple" * rng.choice((0, 0, 20, 120))
+def _mixed_request(rng: random.Random, patient: bool, media: Sequence[str]) -> Request:
+    names, parts = [], []
+    for _ in range(rng.choice((0, 0, 1, 1, 1, 2))):
+        kind, number = rng.choice(media), rng.randrange(_NUM_MEDIA)
+        names.append(f"{kind} {number}")
+        parts.append(MEDIA[kind](number))
+    text = rng.choice(_QUESTIONS if parts else _TEXTS) + " apple" * rng.choice((0, 0, 20, 120))
     max_tokens = rng.choice((48, 120, 250) if patient else (1, 16, 96, 250))
     stream = patient or rng.random() < 0.5
     impatient = not patient and rng.random() < 0.15
+    special = rng.choice(_SPECIAL) if not patient and rng.random() < 0.2 else None
+    ends = {"ignore_eos": True, "skip_special_tokens": False} if special is None or "n" in special else {}
     return Request(
-        key=f"{pictures} {max_tokens} {text}",
-        content=asked(*map(noise, pictures), text=text) if pictures else text,
-        fields={"max_tokens": max_tokens, "stream": stream, "ignore_eos": True, "skip_special_tokens": False},
+        key=f"{names} {max_tokens} {text} {special}",
+        content=asked(*parts, text=text) if parts else text,
+        fields={"max_tokens": max_tokens, "stream": stream, **ends, **(special or {})},
         patience_s=rng.uniform(0, 1.5) if impatient else None,
     )
 

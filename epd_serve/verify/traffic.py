@@ -80,19 +80,24 @@ def judge(reply: Reply, expected: str | None, *, may_cut: bool = False) -> Resul
                 return Result(outcome=Outcome.ERROR, text=message, detail=str(reply.status))
             return Result(outcome=Outcome.WRONG, detail=f"status {reply.status}: {message[:200]}")
         if reply.is_stream and reply.events and "error" in reply.events[-1] and not reply.done:
-            begun = "".join(
-                one["delta"].get("content") or "" for event in reply.events[:-1] for one in event["choices"]
-            )
+            choices = (one for event in reply.events[:-1] for one in event["choices"] if not one["index"])
+            begun = "".join(one["delta"].get("content") or "" for one in choices)
             if expected is not None and not expected.startswith(begun):
                 return Result(outcome=Outcome.WRONG, text=begun, detail="a broken stream has a wrong beginning")
             return Result(outcome=Outcome.ERROR, text=begun, detail="broken stream")
-        choice = reply.choices()[0]
+        text = " | ".join(map(_said, reply.choices()))
     except Failed as failure:
         return Result(outcome=Outcome.WRONG, detail=str(failure))
-    text = f"{choice['message']['content']} [{choice['finish_reason']}]"
     if expected is None or text == expected:
         return Result(outcome=Outcome.IDENTICAL, text=text)
     return Result(outcome=Outcome.WRONG, text=text, detail=f"expected {expected!r}")
+
+
+def _said(choice: Any) -> str:
+    """Return a choice as one text: content, tool calls without their ids, and finish reason."""
+    message = choice["message"]
+    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls") or ()]
+    return f"{message['content'] or ''}{calls or ''} [{choice['finish_reason']}]"
 
 
 class Traffic:
