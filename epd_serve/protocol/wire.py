@@ -396,7 +396,7 @@ class KVLayout(Message, frozen=True):
 
 
 class ReserveRequest(Message, frozen=True):
-    """Reserve D's blocks for one request (reserve → announce → complete; idempotent by ``transfer_id``).
+    """Reserve D's blocks for one request (reserve → announce → complete).
 
     ``num_prompt_tokens`` counts the tokens whose KV P will announce, ``max_tokens`` the output tokens that may
     follow. ``priority`` is the request's.

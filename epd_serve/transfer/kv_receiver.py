@@ -1,4 +1,4 @@
-"""The KV that a decode instance receives: reserve → read → complete, each idempotent by transfer id.
+"""The KV that a decode instance receives: reserve → read → complete. A repeated read or complete does no harm.
 
 The prefill instance's side is :mod:`epd_serve.transfer.kv_sender`. Only the decode instance writes into its
 blocks, so they are free once its own reads have ended. The prefill instance renews a lease; the reservation of a
