@@ -78,7 +78,7 @@ def _mixed_request(rng: random.Random, patient: bool, media: Sequence[str]) -> R
 
 def report_of(traffic: Traffic) -> dict[str, Any]:
     counts = traffic.outcomes()
-    errors = Counter(result.detail for _, result in traffic.results if result.outcome is Outcome.ERROR)
+    errors = Counter(one.detail for _, one in traffic.results if one.outcome is Outcome.ERROR)
     return {
         "requests": len(traffic.results),
         "distinct": len(traffic.expected),

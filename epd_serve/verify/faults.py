@@ -157,7 +157,7 @@ async def _recover(traffic: Traffic, requests: Sequence[Request]) -> float:
         while (result := await traffic.ask(request)).outcome is not Outcome.IDENTICAL:
             require(result.outcome is Outcome.ERROR, f"after the fault: {result.detail}")
             limit_s = RECOVERY_S * traffic.client.slowness
-            late = f"no answer {limit_s:g} s after the fault: {result.detail} {result.text}"
+            late = f"no answer {limit_s:g} s after the fault: {result.detail}"
             require(time.monotonic() < began_s + limit_s, late)
             await asyncio.sleep(traffic.pause_s)
 

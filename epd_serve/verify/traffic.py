@@ -77,14 +77,14 @@ def judge(reply: Reply, expected: str | None, *, may_cut: bool = False) -> Resul
         if reply.status != 200:
             message = reply.error()
             if reply.status in FAULT_STATUSES and message:
-                return Result(outcome=Outcome.ERROR, text=message, detail=str(reply.status))
+                return Result(outcome=Outcome.ERROR, text=message, detail=f"{reply.status}: {message}")
             return Result(outcome=Outcome.WRONG, detail=f"status {reply.status}: {message[:200]}")
         if reply.is_stream and reply.events and "error" in reply.events[-1] and not reply.done:
             choices = (one for event in reply.events[:-1] for one in event["choices"] if not one["index"])
             begun = "".join(one["delta"].get("content") or "" for one in choices)
             if expected is not None and not expected.startswith(begun):
                 return Result(outcome=Outcome.WRONG, text=begun, detail="a broken stream has a wrong beginning")
-            return Result(outcome=Outcome.ERROR, text=begun, detail="broken stream")
+            return Result(outcome=Outcome.ERROR, text=begun, detail=f"broken stream: {reply.events[-1]['error']}")
         text = " | ".join(map(_said, reply.choices()))
     except Failed as failure:
         return Result(outcome=Outcome.WRONG, detail=str(failure))
@@ -143,7 +143,7 @@ class Traffic:
         async def one(request: Request) -> None:
             for _ in range(10):  # the server may be busy
                 result = await self.ask(replace(request, patience_s=None))
-                if (result.outcome, result.detail) not in ((Outcome.ERROR, "429"), (Outcome.ERROR, "503")):
+                if result.outcome is not Outcome.ERROR or not result.detail.startswith(("429", "503")):
                     break
                 await asyncio.sleep(self.pause_s)
             if result.outcome is not Outcome.IDENTICAL:
