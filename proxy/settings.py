@@ -69,11 +69,6 @@ class GatewaySettings:
         chosen = self.gateway.media.allow_private
         return self.is_local and not self.gateway.api_keys if chosen is None else chosen
 
-    @cached_property
-    def encode_timeout_s(self) -> float:
-        """Time for an encode before another instance is asked; P waits twice as long."""
-        return self.config.settings_for("P").peer_timeout_s / 2
-
     def replacement_wait_s(self, start_s: float) -> float:
         """Return how long a request waits for an instance of a missing stage, in seconds.
 

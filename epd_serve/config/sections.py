@@ -226,8 +226,8 @@ class InstanceSettings(Section):
     )
     peer_timeout_s: Positive = Field(
         default=30.0,
-        description="Time that P waits for a feature before computing it itself, and that memory is kept for a "
-        "peer that does not confirm.",
+        description="Time that memory is kept for a peer that does not confirm; with engine vllm, also the time "
+        "that P waits for a feature before computing it itself.",
     )
     drain_s: Positive = Field(
         default=30.0,

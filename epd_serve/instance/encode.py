@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RETRY_ROOM_S = 0.02
-#: Fraction of the consumer's timeout that an item may wait for a preparation place: less than the half and the
-#: quarter after which the gateway considers an encoder stalled; more if this instance is the consumer, as a last
-#: resort.
-_PART, _OWN_PART = 0.2, 0.8
 _ANNOUNCE_TIMEOUT_S = 60.0
 
 
@@ -74,7 +70,6 @@ class Encoder:
 
     Attributes:
         url: this instance's URL, as in ``announce_to``.
-        feature_timeout_s: how long consumers wait for a feature.
         consumer: receives features for this instance's own requests; None if its role does not prefill.
         tower: None before it is loaded; the next item loads it again after it was set to None.
         watch: detects batches that hang.
@@ -87,7 +82,6 @@ class Encoder:
     device: BareDevice
     telemetry: InstanceTelemetry
     url: str
-    feature_timeout_s: float
 
     def __post_init__(self) -> None:
         self._family = self.model.family
@@ -244,8 +238,7 @@ class Encoder:
 
     async def _prepare_and_encode(self, request: EncodeRequest, encode: _Encode) -> _Encoded:
         ref = encode.ref
-        timeout_s = self.feature_timeout_s * (_OWN_PART if request.announce_to == self.url else _PART)
-        async with self.processor.place("media", ref.num_pixels * S_PER_PIXEL, timeout_s) as place:
+        async with self.processor.place("media", ref.num_pixels * S_PER_PIXEL) as place:
             encode.begun_s = time.monotonic()
             encode.inputs = await self.model.prepare(request.media, ref, place)
         self._waiting.append(encode)

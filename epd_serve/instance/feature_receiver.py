@@ -73,7 +73,6 @@ class FeatureReceiver:
     delay that slows encoders down, a feature is accepted beyond the capacity.
 
     Attributes:
-        timeout_s: how long a request waits for its features.
         engine: woken by each new feature.
     """
 
@@ -82,7 +81,6 @@ class FeatureReceiver:
     metrics: InstanceMetrics
     form: FeatureForm
     capacity_bytes: int
-    timeout_s: float
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:

@@ -119,7 +119,6 @@ class Instance:
             device=self.device,
             telemetry=self.telemetry,
             url=self.url,
-            feature_timeout_s=options.peer_timeout_s,
         )
         await self._build()
         self.clean_ups.start(self._housekeep())
@@ -183,7 +182,6 @@ class Instance:
             telemetry.metrics,
             weights.feature_form,
             capacity_bytes=options.sizes.feature_cache_bytes,
-            timeout_s=options.peer_timeout_s,
         )
         layer_bytes = weights.block_nbytes // layout.num_layers
         loop = StepLoop(

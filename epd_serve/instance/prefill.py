@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,7 +21,6 @@ from epd_serve.errors import (
     InstanceFailed,
     InvalidRequest,
     ServeError,
-    StageTimeout,
     Unavailable,
 )
 from epd_serve.instance.answer import Answer, Generation, broken_structure
@@ -89,7 +88,8 @@ class Prefiller:
     async def prefill(self, request: wire.PrefillRequest) -> Reply:
         """Compute the prompt and return the answer as soon as the first token is there.
 
-        Raises InvalidRequest, StageTimeout (a feature did not arrive in time), InstanceFailed (D is lost).
+        A prompt waits for its features until the gateway ends the call. Raises InvalidRequest, or InstanceFailed
+        if D is lost.
         """
         request_id = request.request_id
         if request_id in self.requests:
@@ -118,11 +118,11 @@ class Prefiller:
                     self.engine.check_fits(sequence.num_tokens, num_new, sequence.num_forked)
                     if request.decode_url is None:
                         generation = Generation(answer, self.engine, self._timeline, request_id)
-                        await self._compute(sequence, generation, features)
+                        await self._compute(sequence, generation)
                         end, is_streamed = partial(self._end, request_id), answer.options.stream
                         reply = await generation.reply(stream=is_streamed, headers=(NEXT_NONE,), on_close=end)
                     else:
-                        reply = await self._hand_over(request.decode_url, sequence, answer, features)
+                        reply = await self._hand_over(request.decode_url, sequence, answer)
                 note = wire.PromptNote(len(sequence.prompt_ids), [*had], sequence.num_cached or 0)
                 return replace(reply, headers=(*reply.headers, (_NOTE, msgspec.json.encode(note))))
             finally:
@@ -146,27 +146,15 @@ class Prefiller:
         await self.receiver.complete(request_id, items)
         self._timeline.record_features(request_id)
 
-    async def _compute(
-        self, sequence: Sequence, receiver: Generation | KVDelivery, features: asyncio.Task[None]
-    ) -> None:
-        """Submit a prompt; return at its first event. Raises StageTimeout if its features arrive too late."""
+    async def _compute(self, sequence: Sequence, receiver: Generation | KVDelivery) -> None:
+        """Submit a prompt; return at its first event."""
         self.engine.outbox.receivers[sequence.request_id] = receiver
         self.engine.submit(sequence, receiver if isinstance(receiver, KVDelivery) else None)
         self.requests[sequence.request_id].sequence = sequence
-        first: asyncio.Future[Any] = receiver.first
-        done, _ = await asyncio.wait(
-            (features, first), timeout=self.receiver.timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        if not done:
-            raise StageTimeout(
-                f"the encoded media did not arrive within {self.receiver.timeout_s:g} s", code="feature_timeout"
-            )
-        await first
+        await receiver.first
         self.receiver.release(sequence.request_id)
 
-    async def _hand_over(
-        self, decode_url: str, sequence: Sequence, answer: Answer, features: asyncio.Task[None]
-    ) -> Reply:
+    async def _hand_over(self, decode_url: str, sequence: Sequence, answer: Answer) -> Reply:
         """Compute the prompt and hand the answer over to a decode instance."""
         delivery = KVDelivery(self, sequence, decode_url)
         generated = list(sequence.output_ids)
@@ -174,7 +162,7 @@ class Prefiller:
         try:
             await delivery.open()
             is_open = True
-            await self._compute(sequence, delivery, features)
+            await self._compute(sequence, delivery)
             tokens = delivery.first.result().tokens
             if sequence.constraint is not None and sequence.constraint.error:
                 raise broken_structure(sequence.constraint.error)

@@ -38,8 +38,6 @@ _MAX_PLANNED = 50
 LOOK_AGAIN_S = 0.05
 #: Time for D to report why P failed.
 EXPLAIN_S = 0.5
-#: Encoders that may stall on one item before P encodes it.
-_MAX_STALLED = 2
 
 
 class CallFailed(Exception):
@@ -194,10 +192,7 @@ class Retry:
 
 
 class ItemEncoders(Struct, eq=False):
-    """The attempts to encode one item, at one instance after another.
-
-    P waits for the feature for twice ``patience_s``. A stalled encoder may use half of that time, the next one
-    half of the rest; the remaining time is P's own.
+    """The attempts to encode one item, at one instance after another. An instance that works may take any time.
 
     Attributes:
         param: the field of the request that holds the item.
@@ -207,33 +202,21 @@ class ItemEncoders(Struct, eq=False):
     ref: MediaRef
     param: str | None
     encoder: InstanceRecord
-    patience_s: float
-    _num_stalled: int = 0
     _tried: set[str] = set()
-
-    def note_stall(self) -> StageTimeout:
-        """Record that the encoder did not answer in time; return the error."""
-        error = StageTimeout(f"instance {self.encoder.name} did not answer within {self.patience_s:g} s")
-        self._num_stalled += 1
-        self.patience_s /= 2
-        return error
 
     def pick_next(self, router: Router, table: InstanceTable, prefill: InstanceRecord, error: ServeError) -> None:
         """Select the next encoder after a failure; the last one is P itself, which then loads the tower.
 
-        Raises the request's error if the item is invalid, no instance is left, or the encoders are only busy.
+        Raises the request's error if the item is invalid, no instance is left, or the encoder was only busy.
         """
         if isinstance(error, InvalidRequest):
             error.param = error.param or self.param
             raise error
-        self._tried.add(self.encoder.name)
-        encoder = prefill
-        if self._num_stalled < _MAX_STALLED:
-            [encoder] = router.encoders.choose_encoders(table, prefill, [self.ref], exclude=self._tried)
-        is_tried = encoder.name in self._tried
-        if error.code == PREPARATION_FULL and (is_tried or Stage.ENCODE not in encoder.stages):
+        if error.code == PREPARATION_FULL:  # the item has waited long enough
             raise error
-        if is_tried:
+        self._tried.add(self.encoder.name)
+        [encoder] = router.encoders.choose_encoders(table, prefill, [self.ref], exclude=self._tried)
+        if encoder.name in self._tried:
             if is_planned(error):
                 raise error
             raise InstanceFailed(f"the image could not be encoded: {error.message}", param=self.param)

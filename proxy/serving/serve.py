@@ -152,9 +152,8 @@ class _Attempt(Struct, eq=False):
             return
         items = [part for _, part in distinct.values()]
         encoders = fleet.router.encoders.choose_encoders(fleet.table, route.prefill, items)
-        patience_s = fleet.settings.encode_timeout_s
         for (place, part), encoder in zip(distinct.values(), encoders, strict=True):
-            item = ItemEncoders(part, job.items[place].param, encoder, patience_s)
+            item = ItemEncoders(part, job.items[place].param, encoder)
             encode = self._encode(item, job.items[place].data, prefill.url)
             self._encodes.append(job.loop.create_task(encode))
 
@@ -289,18 +288,14 @@ class _Attempt(Struct, eq=False):
         fleet, route = self.fleet, self.route
         try:
             while True:
-                error: ServeError
                 try:
                     await self._call_encoder(item, media, announce_to)
                     return
-                except TimeoutError:
-                    error = item.note_stall()
-                except ServeError as failure:
-                    error = failure
-                if isinstance(error, InstanceLost):
-                    fleet.report_lost(item.encoder.name)
-                item.pick_next(fleet.router, fleet.table, route.prefill, error)
-                self.job.record.encode_retries += 1
+                except ServeError as error:
+                    if isinstance(error, InstanceLost):
+                        fleet.report_lost(item.encoder.name)
+                    item.pick_next(fleet.router, fleet.table, route.prefill, error)
+                    self.job.record.encode_retries += 1
         except ServeError as error:
             if _P in self._calls and not self._calls[_P][0].opened.done():  # else P needs no features
                 self.interruption.fire(CallFailed(_P, error) if is_planned(error) else error)
@@ -308,7 +303,7 @@ class _Attempt(Struct, eq=False):
             self.interruption.fire(error)
 
     async def _call_encoder(self, item: ItemEncoders, media: bytes, announce_to: str) -> None:
-        """Call the item's current encoder. Raises TimeoutError if it stalls, or ServeError."""
+        """Call the item's current encoder. Raises ServeError."""
         fleet, job, encoder = self.fleet, self.job, item.encoder
         span = job.record.begin(ENCODE, self.request_id, encoder.name, item.ref.mm_hash)
         request = EncodeRequest(
@@ -318,7 +313,7 @@ class _Attempt(Struct, eq=False):
             announce_to=announce_to,
             traceparent=self._traceparent(span),
         )
-        interruption = Interruption(job.loop, None if encoder is self.route.prefill else item.patience_s)
+        interruption = Interruption(job.loop)
         try:
             if (calls := fleet.calls.get(encoder.name)) is None:
                 raise _left(encoder)
@@ -327,7 +322,7 @@ class _Attempt(Struct, eq=False):
                 reply = await calls.encode(request, trace_id=job.record.request_id)
             computed = ENCODED if Stage.ENCODE in encoder.stages else RECOMPUTED
             span.end(feature=STORED if reply.cached else computed)
-        except (TimeoutError, ServeError):
+        except ServeError:
             span.end(failed=True)
             raise
         finally:

@@ -26,7 +26,7 @@ from device.registry import get_device
 from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import TowerStream
 from epd_serve.engine.telemetry import InstanceTelemetry
-from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
+from epd_serve.errors import InstanceFailed, InvalidRequest
 from epd_serve.instance.encode import Encoder
 from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.models.family import TowerInputs
@@ -142,7 +142,6 @@ class Bench:
         family: Any = None,
         image_budget_pixels: int = 1,
         num_threads: int = 2,
-        feature_timeout_s: float = 300,
     ) -> Any:
         parts: list[Any] = [TowerModel(tower, family or Family()), peers or Peers()]
         encoder = kind(
@@ -152,7 +151,6 @@ class Bench:
             device=get_device("cpu"),
             telemetry=self.telemetry,
             url=HERE,
-            feature_timeout_s=feature_timeout_s,
         )
         encoder.serve(self.store, image_budget_pixels)
         self.encoders.append(encoder)
@@ -211,23 +209,6 @@ async def test_what_the_store_cannot_deliver_goes_to_the_consumer_in_this_instan
     with pytest.raises(InvalidRequest):  # a picture that cannot be decoded is not tried twice
         await encoder.encode(wire.EncodeRequest("s", wire.MediaRef("s" * 64, *PICTURE.size), b"no image", HERE))
     assert len(encoder.consumer.taken) == 1 and bench.store.num_owners == 0
-
-
-async def test_the_last_resort_waits_in_line_where_others_are_sent_away(bench: Bench) -> None:
-    """An item that P encodes itself cannot go elsewhere; one of another consumer goes to the next encoder."""
-    family = Family()
-    encoder = bench.encoder(Tower(), family=family, num_threads=1, feature_timeout_s=10)
-    await encoder.encode(request("decoders are there"))
-    family.go.clear()
-    refs = {who: wire.MediaRef(who[:1] * 63 + "-", *PICTURE.size) for who in ("first", "other", HERE)}
-    asked = {
-        who: asyncio.create_task(encoder.encode(request(who, HERE if who == HERE else "http://p", ref)))
-        for who, ref in refs.items()
-    }
-    with pytest.raises(Unavailable, match="within 2 s"):
-        await asked["other"]
-    family.go.set()
-    assert (await asked["first"]).num_tokens == (await asked[HERE]).num_tokens == 2
 
 
 async def test_a_batch_waits_until_it_may_start_and_counts_the_pixels_that_the_tower_sees(bench: Bench) -> None:

@@ -47,9 +47,7 @@ class Bench:
         }
         family: Any = SimpleNamespace(num_tokens=lambda item: item.width * item.height)
         form = FeatureForm(dtype="uint8", width=WIDTH, family=family)
-        self.receiver = FeatureReceiver(
-            **parts, form=form, capacity_bytes=200, timeout_s=60, clock=lambda: self.now
-        )
+        self.receiver = FeatureReceiver(**parts, form=form, capacity_bytes=200, clock=lambda: self.now)
 
     def fetch(self, event: wire.FeatureEvent) -> bytearray:
         self.num_fetched += 1

@@ -110,7 +110,6 @@ class Bench:
             metrics=telemetry.metrics,
             form=FeatureForm(dtype="float32", width=1, family=family),
             capacity_bytes=4096,
-            timeout_s=5,
             clock=lambda: self.now,
         )
         self.stage = prefill_service(

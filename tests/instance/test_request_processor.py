@@ -74,10 +74,11 @@ async def test_items_are_served_as_they_came(processor: RequestProcessor, gate: 
     assert await asyncio.gather(*tasks) == gate.done == ["0", "1", "2", "3", "4"]
 
 
-async def test_an_item_waits_no_longer_than_it_may(processor: RequestProcessor, gate: Gate) -> None:
+async def test_an_item_waits_no_longer_than_it_may() -> None:
+    processor = RequestProcessor(1, queue_timeout_s=0.01, spans=SpanStream())
     async with processor.place("text", 0.0):
         with pytest.raises(Overloaded) as refused:
-            async with processor.place("text", 0.0, timeout_s=0.01):
+            async with processor.place("text", 0.0):
                 pass
     assert refused.value.code == PREPARATION_FULL and processor.num_waiting == 0
     assert await asyncio.wait_for(processor.run("text", 0.0, lambda: "next"), 300) == "next"

@@ -2,8 +2,6 @@
 
 from functools import partial
 
-import pytest
-
 from epd_serve.protocol.wire import EncodeReply, encode
 
 ENCODED = (200, {}), encode(EncodeReply(cached=False, num_tokens=4))
@@ -29,17 +27,13 @@ async def test_at_last_p_encodes_itself(start, kit):
     assert "epd_serve_encode_retries_total 2.0" in await gateway.text("/metrics")
 
 
-@pytest.mark.parametrize("both", [True, False])
-async def test_encoders_that_are_too_busy_are_not_relieved_by_p(start, kit, both):
-    """Another encoder may take the image; P does not load the tower for it, and the client comes back later."""
-    gateway = await start("e0:E", "e1:E", "p0:P", "d0:D")
-    for name in ("e0", "e1")[: 1 + both]:
-        gateway[name].scripts["/stage/encode"] = lambda _: kit.fail(503, "busy", code="preparation_full")
-    script = [kit.FOREVER] if both else [encoded_by(gateway, "e1"), kit.DECODE]
-    gateway["p0"].scripts["/stage/prefill"] = lambda _: script
+async def test_an_encoder_that_is_too_busy_is_not_relieved(start, kit):
+    """The image has waited there as long as it may; the client comes back later."""
+    gateway = await start("e0:E", "p0:P", "d0:D")
+    gateway["e0"].scripts["/stage/encode"] = lambda _: kit.fail(503, "busy", code="preparation_full")
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
     async with gateway.post(kit.chat(red(kit))) as response:
-        assert response.status == (503 if both else 200)
-        assert not both or int(response.headers["retry-after"]) > 0
+        assert response.status == 503 and int(response.headers["retry-after"]) > 0
     assert gateway["p0"].got("/stage/encode") == []
     await gateway.settle()
 
@@ -71,20 +65,11 @@ async def test_an_image_that_the_encoder_refuses_is_the_clients_error(start, kit
     await gateway.settle()
 
 
-async def test_encoders_that_stall_leave_p_time_to_encode(start, kit):
-    """P waits twice the time that the first encoder is given; however many stall, a quarter of it is P's own."""
-    gateway = await start("e0:E", "e1:E", "e2:E", "p0:P", "d0:D", instances={"peer_timeout_s": 1.0})
-    stalled = ("e0", "e1", "e2")
-    for name in stalled:
-        gateway[name].scripts["/stage/encode"] = lambda _: [kit.FOREVER]
-    gateway["p0"].scripts["/stage/prefill"] = lambda _: [encoded_by(gateway, "p0"), kit.DECODE]
+async def test_an_encoder_may_take_any_time(start, kit):
+    """Only one that does not answer its probes is given up."""
+    gateway = await start("e0:E", "e1:E", "p0:P", "d0:D", instances={"peer_timeout_s": 0.1})
+    for name in ("e0", "e1"):
+        gateway[name].scripts["/stage/encode"] = lambda _: [1.0, *ENCODED]
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [encoded_by(gateway, "e0", "e1"), 1.2, kit.DECODE]
     assert await gateway.answer(kit.chat(red(kit))) == (200, kit.WHOLE)
-    assert sum(len(gateway[name].got("/stage/encode")) for name in stalled) == 2
-
-
-async def test_p_that_encodes_itself_has_all_the_time_it_gives_itself(start, kit):
-    gateway = await start("ep0:EP", "d0:D", instances={"peer_timeout_s": 0.2})
-    gateway["ep0"].scripts["/stage/encode"] = lambda _: [0.4, *ENCODED]
-    gateway["ep0"].scripts["/stage/prefill"] = lambda _: [encoded_by(gateway, "ep0"), 0.5, kit.DECODE]
-    assert await gateway.answer(kit.chat(red(kit))) == (200, kit.WHOLE)
-    assert len(gateway["ep0"].got("/stage/encode")) == 1
+    assert len(gateway["e0"].got("/stage/encode")) + len(gateway["e1"].got("/stage/encode")) == 1

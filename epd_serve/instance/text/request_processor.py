@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -71,13 +70,10 @@ class RequestProcessor:
             return await place.run(function, *args, **kwargs)
 
     @asynccontextmanager
-    async def place(self, kind: Kind, cost_s: float, timeout_s: float = math.inf) -> AsyncGenerator[Place]:
-        """Take a place for work in several parts.
-
-        ``timeout_s`` limits the wait if it is less than ``queue_timeout_s``. Raises like :meth:`run`.
-        """
+    async def place(self, kind: Kind, cost_s: float) -> AsyncGenerator[Place]:
+        """Take a place for work in several parts. Raises like :meth:`run`."""
         queued_s = time.monotonic()
-        place = Place(self, kind, min(timeout_s, self._queue_timeout_s))
+        place = Place(self, kind, self._queue_timeout_s)
         await place.take(is_slow=cost_s > SLOW_S)
         start_s = time.monotonic()
         about: dict[str, Value] = {"track": place.name, "waited_s": start_s - queued_s}
