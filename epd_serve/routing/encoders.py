@@ -132,25 +132,30 @@ def weight(key: str, name: str) -> bytes:
 
 #: Seconds of a call and of seeking a segment in its file, in addition to the encode.
 _CALL_S = 0.005
+#: Most segments for each encoder: P computes the first ones while the next are encoded.
+_ROUNDS = 4
 
 
 def split_videos(table: InstanceTable, prefill: InstanceRecord, items: Sequence[MediaRef]) -> list[MediaRef]:
     """Return a request's items, with the number of segments to encode set on each video."""
     able = [one for one in find_encoders(table, prefill, ()) if one.info is not None and one.info.splits_videos]
     num_idle = sum(not one.pending.num_pixels for one in able) // len({item.mm_hash for item in items})
+    rounds = 1 if any(one.place == prefill.place for one in able) else _ROUNDS  # one device gains nothing
     return [
-        replace(item, num_segments=_num_segments(able, num_idle, item)) if item.modality == "video" else item
+        replace(item, num_segments=_num_segments(able, num_idle, rounds, item))
+        if item.modality == "video"
+        else item
         for item in items
     ]
 
 
-def _num_segments(able: Sequence[InstanceRecord], num_idle: int, item: MediaRef) -> int:
-    """Return an existing split; else a segment per idle encoder while one more saves more time than it costs."""
-    most = min(len(able), item.num_pictures)
-    for count in range(1, most + 1):
+def _num_segments(able: Sequence[InstanceRecord], num_idle: int, rounds: int, item: MediaRef) -> int:
+    """Return an existing split; else a segment per idle encoder, then ``rounds`` of them, while more segments
+    bring the first feature earlier by more time than a segment costs."""
+    for count in range(1, min(_ROUNDS * len(able), item.num_pictures) + 1):
+        parts = map(replace(item, num_segments=count).segment_at, range(count))
         if all(
-            any(part.mm_hash in one.features or part.mm_hash in one.encoding for one in able)
-            for part in replace(item, num_segments=count).segments
+            any(part.mm_hash in one.features or part.mm_hash in one.encoding for one in able) for part in parts
         ):
             return count
 
@@ -158,8 +163,10 @@ def _num_segments(able: Sequence[InstanceRecord], num_idle: int, item: MediaRef)
         return sum(one.costs.encode_s(num_pixels) for one in able) / len(able)
 
     count, cost_s = 1, _CALL_S + (sum(one.costs.encode.base_s for one in able) / len(able) if able else 0.0)
-    while count < min(num_idle, most):
-        if seconds(item.num_pixels / count) - seconds(item.num_pixels / (count + 1)) < cost_s:
+    most = min(rounds * num_idle, item.num_pictures)
+    # whole rounds, since encoding must not take longer in total
+    while (more := count + (1 if count < num_idle else num_idle)) <= most:
+        if seconds(item.num_pixels / count) - seconds(item.num_pixels / more) < cost_s:
             break
-        count += 1
+        count = more
     return count
