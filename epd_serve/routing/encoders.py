@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 from msgspec.structs import replace
 
-from epd_serve.cost.stages import link_between
+from epd_serve.cost.stages import NETWORK, link_between
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.table import PRIOR_TOKENS_PER_PIXEL, InstanceRecord, InstanceTable
 from epd_serve.types import Stage
@@ -136,22 +136,28 @@ _CALL_S = 0.005
 _ROUNDS = 4
 
 
-def split_videos(table: InstanceTable, prefill: InstanceRecord, items: Sequence[MediaRef]) -> list[MediaRef]:
-    """Return a request's items, with the number of segments to encode set on each video."""
+def split_videos(
+    table: InstanceTable, prefill: InstanceRecord, items: Sequence[MediaRef], num_bytes: Sequence[int]
+) -> list[MediaRef]:
+    """Return a request's items, with the number of segments to encode set on each video.
+
+    ``num_bytes``: sizes of the items' files; each segment's encoder receives the whole file.
+    """
     able = [one for one in find_encoders(table, prefill, ()) if one.info is not None and one.info.splits_videos]
     num_idle = sum(not one.pending.num_pixels for one in able) // len({item.mm_hash for item in items})
     rounds = 1 if any(one.place == prefill.place for one in able) else _ROUNDS  # one device gains nothing
-    return [
-        replace(item, num_segments=_num_segments(able, num_idle, rounds, item))
-        if item.modality == "video"
-        else item
-        for item in items
+    counts = [
+        _num_segments(able, num_idle, rounds, item, size / NETWORK.bytes_per_s) if item.modality == "video" else 1
+        for item, size in zip(items, num_bytes, strict=True)
     ]
+    return [replace(item, num_segments=count) for item, count in zip(items, counts, strict=True)]
 
 
-def _num_segments(able: Sequence[InstanceRecord], num_idle: int, rounds: int, item: MediaRef) -> int:
-    """Return an existing split; else a segment per idle encoder, then ``rounds`` of them, while more segments
-    bring the first feature earlier by more time than a segment costs."""
+def _num_segments(
+    able: Sequence[InstanceRecord], num_idle: int, rounds: int, item: MediaRef, send_s: float
+) -> int:
+    """Return an existing split; else a segment per idle encoder, then more rounds of them, while more segments
+    bring the first feature earlier by more time than they cost."""
     for count in range(1, min(_ROUNDS * len(able), item.num_pictures) + 1):
         parts = map(replace(item, num_segments=count).segment_at, range(count))
         if all(
@@ -164,9 +170,10 @@ def _num_segments(able: Sequence[InstanceRecord], num_idle: int, rounds: int, it
 
     count, cost_s = 1, _CALL_S + (sum(one.costs.encode.base_s for one in able) / len(able) if able else 0.0)
     most = min(rounds * num_idle, item.num_pictures)
-    # whole rounds, since encoding must not take longer in total
+    # whole rounds: no encoder gets more than its share
     while (more := count + (1 if count < num_idle else num_idle)) <= most:
-        if seconds(item.num_pixels / count) - seconds(item.num_pixels / more) < cost_s:
+        saved_s = seconds(item.num_pixels / count) - seconds(item.num_pixels / more)
+        if saved_s < cost_s + (more - count) * send_s:
             break
         count = more
     return count
