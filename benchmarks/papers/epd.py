@@ -137,9 +137,7 @@ def _video(num_frames: int) -> Load:
 def deployments() -> list[Deployment]:
     frames, size = [_video(count) for count in FRAMES], f"image_size={PICTURE_SIZE[0]}x{PICTURE_SIZE[1]}"
     pictures = [_load(f"{count} images", f"images={count},{size}") for count in NUM_IMAGES]
-    found = [
-        _deployment(f"frames: {line}", line, data_sheet(2 * FRAME), frames, SLOWNESS) for line in VIDEO_LINES
-    ]
+    found = [_deployment(f"frames: {line}", line, data_sheet(2 * FRAME), frames, SLOWNESS) for line in VIDEO_LINES]
     for line in IMPLIED_LINES:
         found.append(_deployment(f"frames, {IMPLIED}: {line}", line, frame_times(), frames, IMPLIED_SLOWNESS))
     for times, profile, slowness in ((SHEET, data_sheet(PICTURE), SLOWNESS), (IMPLIED, paper_profile(), 1.0)):
