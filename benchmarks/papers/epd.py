@@ -1,8 +1,8 @@
 """EPD (001): time to first token with the frames or images of a request shared out over encoders.
 
-Table 1: the frames of a video, eight to 64, against monolithic (vLLM) and prefill-decode (DistServe) instances,
-on A100s by their data sheet. Table 4: two to eight pictures of ten slices each, by the data sheet and with the
-stage times that the table implies (:func:`paper_profile`). Requests come one after the other: at the
+Table 1: the frames of a video, eight to 64, against monolithic (vLLM) and prefill-decode (DistServe) instances.
+Table 4: two to eight pictures of ten slices each. Both on A100s by their data sheet, and with the stage times that
+the table implies (:func:`frame_times`, :func:`paper_profile`). Requests come one after the other: at the
 paper's 1 and 0.25 a second they hardly meet on eight GPUs. Table 6 is ``python -m benchmarks.elastic emulated``.
 
 MiniCPM-V 2.6 has the language model of Qwen2-VL-7B. So pictures here have such a size that Qwen2-VL makes as many
@@ -22,9 +22,7 @@ from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import ModelShape, VisionShape, shape_of
 from epd_serve.topology import parse_topology
 
-SHAPE, SLOWNESS = "qwen2-vl-7b", 3.0
-#: With videos the host has more to do: it reads each file's facts.
-VIDEO_SLOWNESS = 20.0
+SHAPE, SLOWNESS, IMPLIED_SLOWNESS = "qwen2-vl-7b", 20.0, 3.0
 #: Table 1: seconds with so many frames.
 FRAMES = (8, 16, 32, 64)
 TABLE_1 = {
@@ -36,6 +34,9 @@ TABLE_1 = {
 #: paper's eight, or one P, has each of them.
 VIDEO_LINES = ("EPD", "EP-D", "E-P-D", "2E-P-D", "4E-P-D")
 ENCODERS = ("2E-P-D", "4E-P-D")
+#: With the times of the paper, as many encoders as its default has (5E2P1D, appendix A.3).
+NUM_ENCODERS = 5
+IMPLIED_LINES = ("EPD", "E-P-D", f"{NUM_ENCODERS}E-P-D")
 NUM_IMAGES = (2, 4, 6, 8)
 #: EPD, Table 4: seconds with 2, 4, 6 and 8 images in a request. MiniCPM-V 2.6, 0.25 requests a second, images of
 #: 4032x3024 pixels, prompts of 22 tokens (sections 4 and 4.2).
@@ -65,29 +66,43 @@ MINICPM_V = ModelShape(
 )
 
 
-def paper_profile() -> Profile:
-    """Times that Table 4 implies. From 2 to 6 images, one for each encoder, its first row grows by what prefill
-    takes for an image; its second by encode and prefill. What is left at 2 images takes no part in either."""
-    first, second = TABLE_4["parallel"], TABLE_4["together"]
-    prefill_s = (first[2] - first[0]) / 4
-    encode_s = (second[3] - second[0]) / 6 - prefill_s
+def _implied(table: int, num_tokens: int, encode_s: float, prefill_s: float, request_s: float) -> Profile:
+    """Times of a tower's picture of so many tokens and of its prefill, and of a request whatever its pictures."""
     shape = analytic_profile(MINICPM_V, spec_of("a100"))
     return Profile(
         kind="measured",
         device="a100",
         model=MINICPM_V.name,
-        description="EPD, Table 4",
-        step=(Line(token_s=prefill_s / 640),),
+        description=f"EPD, Table {table}",
+        step=(Line(token_s=prefill_s / num_tokens),),
         encode=(EncodeLine(image_s=encode_s),),
         memory_bytes=shape.memory_bytes,
         language_bytes=shape.language_bytes,
         kv_token_bytes=shape.kv_token_bytes,
         feature_token_bytes=shape.feature_token_bytes,
         num_layers=shape.num_layers,
-        tokens_per_image=640,
+        tokens_per_image=num_tokens,
         link_bytes_per_s=shape.link_bytes_per_s,
-        request_s=first[0] - encode_s - 2 * prefill_s,
+        request_s=request_s,
     )
+
+
+def frame_times() -> Profile:
+    """Times that Table 1 implies. From 8 to 64 frames, vLLM's row grows by encode and prefill of a frame, EPD's by
+    the prefill and its encoders' share of the encode. Two frames are one picture here."""
+    together, shared = ((row[-1] - row[0]) / (FRAMES[-1] - FRAMES[0]) for row in (TABLE_1["vLLM"], TABLE_1["EPD"]))
+    encode_s = (together - shared) * NUM_ENCODERS / (NUM_ENCODERS - 1)
+    request_s = TABLE_1["vLLM"][0] - FRAMES[0] * together
+    return _implied(1, 2 * FRAME, 2 * encode_s, 2 * (together - encode_s), request_s)
+
+
+def paper_profile() -> Profile:
+    """Times that Table 4 implies. From 2 to 6 images, one for each encoder, its first row grows by what prefill
+    takes for an image; its second by encode and prefill. What is left at 2 images takes no part in either."""
+    first, second = TABLE_4["parallel"], TABLE_4["together"]
+    prefill_s = (first[2] - first[0]) / 4
+    encode_s = (second[3] - second[0]) / 6 - prefill_s
+    return _implied(4, PICTURE, encode_s, prefill_s, first[0] - encode_s - 2 * prefill_s)
 
 
 def data_sheet(num_tokens: int) -> Profile:
@@ -122,9 +137,9 @@ def _video(num_frames: int) -> Load:
 def deployments() -> list[Deployment]:
     frames, size = [_video(count) for count in FRAMES], f"image_size={PICTURE_SIZE[0]}x{PICTURE_SIZE[1]}"
     pictures = [_load(f"{count} images", f"images={count},{size}") for count in NUM_IMAGES]
-    found = [
-        _deployment(f"frames: {line}", line, data_sheet(2 * FRAME), frames, VIDEO_SLOWNESS) for line in VIDEO_LINES
-    ]
+    found = [_deployment(f"frames: {line}", line, data_sheet(2 * FRAME), frames, SLOWNESS) for line in VIDEO_LINES]
+    for line in IMPLIED_LINES:
+        found.append(_deployment(f"frames, {IMPLIED}: {line}", line, frame_times(), frames, IMPLIED_SLOWNESS))
     for times, profile, slowness in ((SHEET, data_sheet(PICTURE), SLOWNESS), (IMPLIED, paper_profile(), 1.0)):
         for line in ENCODERS:
             found.append(_deployment(f"{times}: {line}", line, profile, pictures, slowness))
@@ -138,7 +153,7 @@ def _prefill_s(num_frames: int) -> float:
 
 
 def _encode_part(rows: Rows) -> str:
-    """The part of encoding in the time to the first token; more encoders do not shorten the prefill behind it."""
+    """What the time to the first token has beyond the prefill, which more encoders do not shorten."""
     lines: list[list[str]] = []
     for line in ("E-P-D", *ENCODERS):
         found = [rows.get((f"frames: {line}", f"{count} frames")) for count in FRAMES]
@@ -148,7 +163,7 @@ def _encode_part(rows: Rows) -> str:
     lines.append(["prefill alone, data sheet", *(f"{_prefill_s(count):.3f}" for count in FRAMES)])
     pair_s = data_sheet(2 * FRAME).encode_s([FRAME_SIZE[0] * FRAME_SIZE[1]])
     lines.append(["encode on one device, data sheet", *(f"{count / 2 * pair_s:.3f}" for count in FRAMES)])
-    return markdown(["table 1: seconds without the prefill", *(f"{count} frames" for count in FRAMES)], lines)
+    return markdown(["table 1: seconds beyond the prefill", *(f"{count} frames" for count in FRAMES)], lines)
 
 
 def report(rows: Rows) -> str:
@@ -161,6 +176,8 @@ def report(rows: Rows) -> str:
         return [*times, f"{min(idle):.0%}" if idle else "-"]
 
     lines = [[f"`{line}`", *seconds(f"frames: {line}", FRAMES, "frames")] for line in VIDEO_LINES]
+    name = f"frames, {IMPLIED}"
+    lines += [[f"`{line}`, {IMPLIED}", *seconds(f"{name}: {line}", FRAMES, "frames")] for line in IMPLIED_LINES]
     lines += [[f"{name}, paper", *(f"{value:.2f}" for value in row), "-"] for name, row in TABLE_1.items()]
     head = ["table 1: seconds to the first token", *(f"{count} frames" for count in FRAMES), "least host idle"]
     parts = [markdown(head, lines), _encode_part(rows)]
@@ -173,5 +190,6 @@ def report(rows: Rows) -> str:
         lines.append([label, *(f"{value:.2f}" for value in TABLE_4[name]), "-"])
     head = ["table 4: seconds to the first token", *(f"{count} images" for count in NUM_IMAGES), "least host idle"]
     parts.append(markdown(head, lines))
-    constant = f"Table 4 implies {paper_profile().request_s:.2f} s more for each request, whatever its pictures."
-    return "\n".join([*parts, f"{constant}\n"])
+    tables = (("1", frame_times()), ("4", paper_profile()))
+    constants = [f"Table {name} implies {one.request_s:.2f} s more for each request.\n" for name, one in tables]
+    return "\n".join([*parts, *constants])

@@ -265,6 +265,8 @@ class Encoder:
                 except Exception:  # a device that does not answer must not end the encoder
                     logger.exception("checking whether an encode may start failed; starting it")
                 stream.held_on = None
+                if self._waiting[0].ref.segment is not None:  # P computes it while the next one is encoded
+                    budget = 0
                 batch = schedule_encodes(self._waiting, budget)
                 del self._waiting[: len(batch)]
                 for item in batch:

@@ -157,13 +157,13 @@ class MediaRef(Message, frozen=True):
     @property
     def segments(self) -> list[MediaRef]:
         """Segments to encode, in order, each with its own ``mm_hash``; just the item if it is not split."""
+        return [self.segment_at(number) for number in range(self.num_segments)]
+
+    def segment_at(self, number: int) -> MediaRef:
         if self.num_segments == 1:
-            return [self]
-        names = (f"{self.mm_hash} {number}/{self.num_segments}" for number in range(self.num_segments))
-        return [
-            replace(self, mm_hash=blake3(name.encode()).hexdigest(), segment=number)
-            for number, name in enumerate(names)
-        ]
+            return self
+        name = f"{self.mm_hash} {number}/{self.num_segments}"
+        return replace(self, mm_hash=blake3(name.encode()).hexdigest(), segment=number)
 
     def part_of(self, num_groups: int) -> range:
         """Return which of the video's ``num_groups`` groups of frames belong to this segment.

@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 from msgspec.structs import replace
 
-from epd_serve.cost.stages import link_between
+from epd_serve.cost.stages import NETWORK, link_between
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.table import PRIOR_TOKENS_PER_PIXEL, InstanceRecord, InstanceTable
 from epd_serve.types import Stage
@@ -132,25 +132,36 @@ def weight(key: str, name: str) -> bytes:
 
 #: Seconds of a call and of seeking a segment in its file, in addition to the encode.
 _CALL_S = 0.005
+#: Most segments for each encoder: P computes the first ones while the next are encoded.
+_ROUNDS = 4
 
 
-def split_videos(table: InstanceTable, prefill: InstanceRecord, items: Sequence[MediaRef]) -> list[MediaRef]:
-    """Return a request's items, with the number of segments to encode set on each video."""
+def split_videos(
+    table: InstanceTable, prefill: InstanceRecord, items: Sequence[MediaRef], num_bytes: Sequence[int]
+) -> list[MediaRef]:
+    """Return a request's items, with the number of segments to encode set on each video.
+
+    ``num_bytes``: sizes of the items' files; each segment's encoder receives the whole file.
+    """
     able = [one for one in find_encoders(table, prefill, ()) if one.info is not None and one.info.splits_videos]
     num_idle = sum(not one.pending.num_pixels for one in able) // len({item.mm_hash for item in items})
-    return [
-        replace(item, num_segments=_num_segments(able, num_idle, item)) if item.modality == "video" else item
-        for item in items
+    rounds = 1 if any(one.place == prefill.place for one in able) else _ROUNDS  # one device gains nothing
+    counts = [
+        _num_segments(able, num_idle, rounds, item, size / NETWORK.bytes_per_s) if item.modality == "video" else 1
+        for item, size in zip(items, num_bytes, strict=True)
     ]
+    return [replace(item, num_segments=count) for item, count in zip(items, counts, strict=True)]
 
 
-def _num_segments(able: Sequence[InstanceRecord], num_idle: int, item: MediaRef) -> int:
-    """Return an existing split; else a segment per idle encoder while one more saves more time than it costs."""
-    most = min(len(able), item.num_pictures)
-    for count in range(1, most + 1):
+def _num_segments(
+    able: Sequence[InstanceRecord], num_idle: int, rounds: int, item: MediaRef, send_s: float
+) -> int:
+    """Return an existing split; else a segment per idle encoder, then more rounds of them, while more segments
+    bring the first feature earlier by more time than they cost."""
+    for count in range(1, min(_ROUNDS * len(able), item.num_pictures) + 1):
+        parts = map(replace(item, num_segments=count).segment_at, range(count))
         if all(
-            any(part.mm_hash in one.features or part.mm_hash in one.encoding for one in able)
-            for part in replace(item, num_segments=count).segments
+            any(part.mm_hash in one.features or part.mm_hash in one.encoding for one in able) for part in parts
         ):
             return count
 
@@ -158,8 +169,11 @@ def _num_segments(able: Sequence[InstanceRecord], num_idle: int, item: MediaRef)
         return sum(one.costs.encode_s(num_pixels) for one in able) / len(able)
 
     count, cost_s = 1, _CALL_S + (sum(one.costs.encode.base_s for one in able) / len(able) if able else 0.0)
-    while count < min(num_idle, most):
-        if seconds(item.num_pixels / count) - seconds(item.num_pixels / (count + 1)) < cost_s:
+    most = min(rounds * num_idle, item.num_pictures)
+    # whole rounds: no encoder gets more than its share
+    while (more := count + (1 if count < num_idle else num_idle)) <= most:
+        saved_s = seconds(item.num_pixels / count) - seconds(item.num_pixels / more)
+        if saved_s < cost_s + (more - count) * send_s:
             break
-        count += 1
+        count = more
     return count

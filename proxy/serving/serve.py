@@ -117,7 +117,7 @@ class _Attempt(Struct, eq=False):
                 raise self._failure(stage, _left(one))
         prefill, decode = fleet.calls[route.prefill.name], fleet.calls[route.decode.name]
         if any(ref.modality == "video" for ref in refs):
-            refs = split_videos(fleet.table, route.prefill, refs)
+            refs = split_videos(fleet.table, route.prefill, refs, [len(item.data) for item in job.items])
         parts = [(place, part) for place, ref in enumerate(refs) for part in ref.segments]
         record.items = [part.mm_hash for _, part in parts]
         self._begin_span(PREFILL, route.prefill)

@@ -50,6 +50,9 @@ class Family:
     def pixels_of(self, item: wire.MediaRef) -> int:
         return 1
 
+    def num_tokens(self, item: wire.MediaRef) -> int:
+        return 2
+
     def of(self, item: wire.MediaRef) -> Self:
         return self
 
@@ -228,6 +231,18 @@ async def test_a_batch_waits_until_it_may_start_and_counts_the_pixels_that_the_t
     await asyncio.wait_for(asyncio.gather(*asked), 300)
     assert [span.attributes["images"] for span in bench.spans] == [1, 2], "the first one alone, to be measured"
     assert encoder.stream.held_on is None, "nothing waits: nothing to ask"
+
+
+async def test_segments_of_a_video_do_not_wait_for_each_other(bench: Bench) -> None:
+    encoder = bench.encoder(Tower(), image_budget_pixels=9)
+    encoder.is_open = False
+    segments = wire.MediaRef("v" * 64, *PICTURE.size, num_segments=3).segments
+    asked = [asyncio.create_task(encoder.encode(request("r", ref=ref))) for ref in segments]
+    await until(lambda: len(encoder._waiting) == 3)
+    encoder.is_open = True
+    await asyncio.to_thread(encoder.stream.reconsider)
+    await asyncio.wait_for(asyncio.gather(*asked), 300)
+    assert [span.attributes["images"] for span in bench.spans] == [1, 1, 1]
 
 
 class ChangesItsMind(Encoder):

@@ -15,8 +15,8 @@ def video(name="video", num_frames=64):
     return MediaRef(name, 250, 125, "video", num_frames=num_frames, fps=2.0)
 
 
-def counts(table, *items):
-    found = split_videos(table, table["p0"], items)
+def counts(table, *items, num_bytes=0):
+    found = split_videos(table, table["p0"], items, [num_bytes] * len(items))
     assert [replace(item, num_segments=1) for item in found] == list(items), "nothing else is changed"
     return [item.num_segments for item in found]
 
@@ -40,6 +40,21 @@ def test_each_free_encoder_has_a_segment(build):
     assert counts(table, build.item("picture"), video()) == [1, 1], "the picture needs one, too"
     assert counts(table, build.item("picture")) == [1]
     assert counts(fleet(build, "p0:P", "d0:D"), video()) == [1], "P encodes it"
+
+
+def test_p_computes_the_first_segments_while_the_next_are_encoded(build):
+    """Up to four segments for each idle encoder, unless P computes on the device of one."""
+    for count in range(1, 5):
+        table = fleet(build, *ENCODERS[:count], "p0:P")
+        build.update(table, "p0:P", device="another", splits_videos=True)
+        assert counts(table, video()) == [4 * count]
+    assert counts(table, video(num_frames=18)) == [8], "whole rounds of nine groups"
+    for num_bytes, expected in ((10**6, 16), (10**7, 8), (10**8, 3)):
+        assert counts(table, video(), num_bytes=num_bytes) == [expected], "the file is sent for each segment"
+    for base_s, expected in ((0.001, 16), (0.02, 12), (0.05, 8), (0.1, 3)):
+        table = fleet(build, *ENCODERS, rate=StageRate(base_s, 1e-6))
+        build.update(table, "p0:P", device="another", splits_videos=True)
+        assert counts(table, video()) == [expected], base_s
 
 
 def test_towers_that_mix_frames_get_all_of_them(build):
@@ -71,6 +86,6 @@ def test_segments_that_are_there_are_not_encoded_again(build):
 
 def test_segments_go_to_encoders_of_their_own(build):
     table, router = fleet(build, *ENCODERS), Router(RoutePolicy("least_loaded"))
-    [whole] = split_videos(table, table["p0"], [video()])
+    [whole] = split_videos(table, table["p0"], [video()], [0])
     chosen = router.encoders.choose_encoders(table, table["p0"], whole.segments)
     assert sorted(one.name for one in chosen) == ["e0", "e1", "e2", "e3"]

@@ -29,7 +29,7 @@ from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import PLACEHOLDER
 from epd_serve.sched.sequence import Sequence as TokenSequence
-from epd_serve.sched.step_cost import StepWork, work_done
+from epd_serve.sched.step_cost import StepWork
 from epd_serve.transfer.staging import StagingArea
 from epd_serve.transfer.transport import Span, TransferError, Transport
 from epd_serve.types import MediaSpan, SamplingParams
@@ -271,8 +271,8 @@ class DigestRunner:
     ) -> DigestStep:
         for sequence, count in output.prefills:
             self._check_features(sequence, count, features_by_hash)
-        work = work_done(output.decodes, output.prefills)
-        seconds, demand = self.cost(work)
+        chunks = [(sequence.num_computed, count) for sequence, count in output.prefills]
+        seconds, demand = self.cost(StepWork.of([one.num_tokens for one in output.decodes], chunks))
         step = DigestStep(self, output, before)
         stream, layers = self.device.current_stream(), range(self.num_layers)
         if on_layer is None or not output.prefills:
