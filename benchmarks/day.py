@@ -20,23 +20,19 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from benchmarks.chaos import HANG_TIMEOUT_S, LEASE_S, Chaos, counters, publish, started
+from benchmarks.chaos import LEASE_S, Chaos, counters, publish, started
 from benchmarks.common import argument_parser, host_busy, machine, slowed, typed
+from benchmarks.deployed import descriptors
 from benchmarks.soak import sample
 from benchmarks.traffic import mixed_requests
 from epd_serve.config import DeploymentConfig
 from epd_serve.cost.roofline import emulated_profile
-from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.topology import parse_topology
 from epd_serve.verify.items import asked, clip
 from epd_serve.verify.traffic import BAD, Outcome, Request, Result
@@ -114,30 +110,6 @@ def by_part(answers: Sequence[Asked], seconds: float) -> dict[str, Any]:
     return found
 
 
-def descriptors(deployment: LocalDeployment) -> dict[str, int]:
-    """Return each process's open descriptors, except one connection to each live peer and that peer's memory.
-
-    Those increase until each process has met each other.
-    """
-    total, links, memory = dict[str, int](), dict[str, list[Any]](), dict[str, Counter[str]]()
-    for process in deployment.processes:
-        name, folder = process.spec.name, Path(f"/proc/{process.pid}/fd")
-        open_files = Counter[str]()
-        for file in folder.iterdir():
-            with suppress(FileNotFoundError):
-                open_files[str(file.readlink())] += 1
-        total[name] = open_files.total()
-        links[name] = [(one.laddr, one.raddr) for one in psutil.Process(process.pid).net_connections("tcp")]
-        memory[name] = Counter({one: count for one, count in open_files.items() if one.startswith("/memfd:")})
-    ends = {end: name for name, found in links.items() for end in found}
-    # its owner holds it twice: as a descriptor and as a mapping
-    live = {one for found in memory.values() for one, count in found.items() if count > 1}
-    return {
-        name: count - len({ends.get(end[::-1]) for end in links[name]} - {None}) - len(live & memory[name].keys())
-        for name, count in total.items()
-    }
-
-
 def memory(begun: dict[str, Any], last: dict[str, Any], restarted: set[str]) -> dict[str, Any]:
     """PSS in MiB after a twelfth of the day and at its end."""
     instances = last.keys() - {"gateway"}
@@ -168,12 +140,13 @@ async def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     seconds: float = arguments.seconds
     requests = day_requests(arguments.distinct, arguments.seed)
     hours = list(arrivals(seconds, arguments.peak, arguments.seed))
-    async with started(arguments, config_of(arguments.topology, directory), HANG_TIMEOUT_S) as chaos:
+    async with started(arguments, config_of(arguments.topology, directory)) as chaos:
         await chaos.learn(requests, 8)
         living = asyncio.create_task(live(chaos, requests, hours, seconds))
         await asyncio.sleep(seconds / 12)
-        begun, opened, busy = sample(chaos.deployment), descriptors(chaos.deployment), [host_busy()][1:]
+        begun, opened, busy = sample(chaos.deployment), descriptors(chaos.deployment), list[float]()
         killing = asyncio.create_task(chaos.kill())
+        host_busy()
         while not (await asyncio.wait([living], timeout=seconds / 48))[0]:
             busy.append(host_busy())
         killing.cancel()
@@ -183,11 +156,8 @@ async def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         report = {**chaos.report(), **await counters(chaos.client)}
     restarted = {name for name, count in report["restarts"].items() if count}
     mib = memory(begun, last, restarted)
-    more = {
-        name: [opened[name], count]
-        for name, count in still_open.items()
-        if name not in restarted and count > opened[name]
-    }
+    unharmed = still_open.keys() - restarted
+    more = {name: [opened[name], still_open[name]] for name in unharmed if still_open[name] > opened[name]}
     grew = [name for name, one in mib.items() if name != "instances" and one["growth"] > MOST_GROWTH]
     bad = any(report["outcomes"][outcome.value] for outcome in BAD)
     return {
@@ -197,10 +167,11 @@ async def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "devices": f"emulated {DEVICE}, {SLOWNESS:g} times as slow, {MODEL}",
         "seconds": seconds,
         "peak_requests_per_s": arguments.peak,
+        "interval_s": arguments.interval,
         "passed": not (bad or report["leaks"] or more or grew),
         **report,
-        "num_kills": chaos.kills.total() - chaos.hangs.total(),
-        "num_hangs": chaos.hangs.total(),
+        "num_sigkills": chaos.kills.total() - chaos.hangs.total(),
+        "num_sigstops": chaos.hangs.total(),
         "num_restarts": sum(report["restarts"].values()),
         "memory_mib": mib,
         "descriptors_that_increased": more,
