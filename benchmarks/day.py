@@ -5,10 +5,10 @@
 Texts, pictures, several pictures and videos arrive at a rate that follows the hours: a quiet night, a rise in the
 morning, peaks at noon and in the evening. Devices compute nothing but check digests, in times of the data sheet
 that are :data:`SLOWNESS` times as long, so that this machine carries the tokens; each answer is compared with the
-one that the deployment gave before. Faults (SIGKILL, SIGSTOP for a share --hangs) begin after a twelfth of the day.
-Memory and descriptors are compared between then and the end, of the gateway (the lowest of a quarter of its
-samples, because it seldom collects garbage) and of instances that were never restarted. The exit code is 1 where an
-answer was wrong or late, something was held in the end, descriptors increased or that memory grew too much.
+one that the deployment gave before. Faults (SIGKILL, SIGSTOP for a share --hangs) begin after a twelfth of the
+day. Memory and descriptors are then compared with the end's: of the gateway (the lowest of several samples,
+because it seldom collects garbage) and of instances that were never restarted. The exit code is 1 where an answer
+was wrong or late, something was held in the end, descriptors increased or that memory grew too much.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ def by_part(answers: Sequence[Asked], seconds: float) -> dict[str, Any]:
 
 def memory(begun: dict[str, Any], last: dict[str, Any], restarted: set[str]) -> dict[str, Any]:
     """PSS in MiB after a twelfth of the day and at its end."""
-    instances, found = last.keys() - {"gateway"}, {}
-    never = {"instances never restarted": instances - restarted}
-    for name, members in {"gateway": {"gateway"}, "instances": instances, **never}.items():
+    found, instances = {}, last.keys() - {"gateway"}
+    of = {"gateway": {"gateway"}, "instances": instances, "instances never restarted": instances - restarted}
+    for name, members in of.items():
         mib = [round(sum(each[one]["mib"] for one in members), 1) for each in (begun, last)]
         growth = round(mib[1] / mib[0], 4) if members else 1.0
         found[name] = {"processes": len(members), "after_a_twelfth": mib[0], "end": mib[1], "growth": growth}
@@ -135,8 +135,7 @@ def config_of(topology: str, directory: Path) -> DeploymentConfig:
 
 
 async def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    seconds: float = arguments.seconds
-    requests = day_requests(arguments.distinct, arguments.seed)
+    seconds, requests = float(arguments.seconds), day_requests(arguments.distinct, arguments.seed)
     hours = list(arrivals(seconds, arguments.peak, arguments.seed))
     async with started(arguments, config_of(arguments.topology, directory)) as chaos:
         await chaos.learn(requests, 16)
