@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.ablations.processes import ablated
@@ -83,6 +85,30 @@ async def held_in(deployment: LocalDeployment, timeout_s: float = 60) -> dict[st
             if not held or time.monotonic() > deadline:
                 return held
             await asyncio.sleep(0.2)
+
+
+def descriptors(deployment: LocalDeployment) -> dict[str, int]:
+    """Return each process's open descriptors, except one connection to each live peer and that peer's memory.
+
+    Those increase until each process has met each other.
+    """
+    total, links, memory = dict[str, int](), dict[str, list[Any]](), dict[str, Counter[str]]()
+    for process in deployment.processes:
+        name, folder = process.spec.name, Path(f"/proc/{process.pid}/fd")
+        open_files = Counter[str]()
+        for file in folder.iterdir():
+            with suppress(FileNotFoundError):
+                open_files[str(file.readlink())] += 1
+        total[name] = open_files.total()
+        links[name] = [(one.laddr, one.raddr) for one in psutil.Process(process.pid).net_connections("tcp")]
+        memory[name] = Counter({one: count for one, count in open_files.items() if one.startswith("/memfd:")})
+    ends = {end: name for name, found in links.items() for end in found}
+    # its owner holds it twice: as a descriptor and as a mapping
+    live = {one for found in memory.values() for one, count in found.items() if count > 1}
+    return {
+        name: count - len({ends.get(end[::-1]) for end in links[name]} - {None}) - len(live & memory[name].keys())
+        for name, count in total.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

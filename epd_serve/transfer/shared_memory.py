@@ -93,12 +93,21 @@ def _map_aligned(fd: int, nbytes: int, alignment: int) -> memoryview:
     return memoryview(memory).cast("B")
 
 
+#: Time after which the mapping of a peer that is gone is noticed.
+_LOOK_S = 1.0
+
+
 class SharedMemoryPeers:
-    """Reads regions of other processes on this host through cached mappings."""
+    """Reads regions of other processes on this host through cached mappings.
+
+    A mapping keeps the memory of a dead peer alive, so a thread drops those whose owner no longer offers them.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._maps: dict[str, tuple[Region, mmap.mmap]] = {}
+        self._watch: threading.Thread | None = None
+        self._closing = threading.Event()
 
     def read(self, region: Region, pieces: Sequence[HostPiece]) -> None:
         check_bounds(region, pieces)
@@ -110,17 +119,24 @@ class SharedMemoryPeers:
         mapped.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
+        self._closing.set()
         with self._lock:
             self._maps.clear()
 
     def _map(self, region: Region) -> tuple[Region, mmap.mmap]:
         with self._lock:
             if region.name not in self._maps:
-                mapped = map_region(region)
-                # a mapping keeps released memory of a peer alive
-                self._maps = {name: one for name, one in self._maps.items() if is_offered(one[0])}
-                self._maps[region.name] = region, mapped
+                self._maps[region.name] = region, map_region(region)
+            if self._watch is None:
+                self._watch = threading.Thread(target=self._unmap_gone, name="mapped-peers", daemon=True)
+                self._watch.start()
             return self._maps[region.name]
+
+    def _unmap_gone(self) -> None:
+        while not self._closing.wait(_LOOK_S):
+            with self._lock:
+                for name in [name for name, one in self._maps.items() if not is_offered(one[0])]:
+                    del self._maps[name]
 
 
 def is_offered(region: Region) -> bool:

@@ -55,6 +55,7 @@ class Reply:
         failure: why the answer is incomplete; "" if it is complete.
         timed_out: whether the request ran out of time.
         is_over: whether the request has ended.
+        first_s: time.monotonic() of the body's first bytes.
     """
 
     status: int = 0
@@ -63,6 +64,7 @@ class Reply:
     failure: str = ""
     timed_out: bool = False
     is_over: bool = False
+    first_s: float | None = None
 
     @property
     def complete(self) -> bool:
@@ -221,6 +223,7 @@ class Client:
             ):
                 reply.status, reply.headers = response.status, response.headers
                 async for piece in response.content.iter_any():
+                    reply.first_s = reply.first_s or time.monotonic()
                     reply.body += piece
         except TimeoutError:
             reply.failure, reply.timed_out = f"not finished within {limit_s:g} s", True

@@ -52,12 +52,14 @@ class Result:
     Attributes:
         detail: the fault, or the status of a clear error.
         seconds: duration of the request.
+        ttft_s: time until the first bytes of the answer, if any came.
     """
 
     outcome: Outcome
     text: str = ""
     detail: str = ""
     seconds: float = 0.0
+    ttft_s: float | None = None
 
 
 def judge(reply: Reply, expected: str | None, *, may_cut: bool = False) -> Result:
@@ -135,7 +137,8 @@ class Traffic:
             result = Result(outcome=Outcome.CANCELLED)
         finally:
             self._streaming.discard(reply)
-        return replace(result, seconds=time.monotonic() - started_s)
+        ttft_s = None if reply.first_s is None else reply.first_s - started_s
+        return replace(result, seconds=time.monotonic() - started_s, ttft_s=ttft_s)
 
     async def learn(self, requests: Sequence[Request], concurrency: int) -> None:
         """Record the answer to each distinct request. Raises Failed if one gets none."""

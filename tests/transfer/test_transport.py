@@ -130,6 +130,16 @@ def test_what_is_read_from_a_peer_does_not_stay_in_the_readers_memory() -> None:
     transport.close()
 
 
+def test_memory_of_a_peer_that_is_gone_is_unmapped() -> None:
+    """Or a dead instance's memory would stay in use until another one is read."""
+    here, there = make_transport("shm"), make_transport("shm")
+    region = there.allocate("slab", SIZE).region
+    read(here, region)
+    there.close()
+    wait_until(lambda: region.name not in Path("/proc/self/maps").read_text(), "nothing is mapped")
+    here.close()
+
+
 def test_a_server_that_ran_out_of_descriptors_accepts_again() -> None:
     here, there = EmbeddedTransport(path="tcp"), EmbeddedTransport(path="tcp")
     region = there.allocate("slab", 8).region
