@@ -92,7 +92,7 @@ def judge(reply: Reply, expected: str | None, *, may_cut: bool = False) -> Resul
         return Result(outcome=Outcome.WRONG, detail=str(failure))
     if expected is None or text == expected:
         return Result(outcome=Outcome.IDENTICAL, text=text)
-    return Result(outcome=Outcome.WRONG, text=text, detail=f"expected {expected!r}")
+    return Result(outcome=Outcome.WRONG, text=text, detail=f"{text!r} instead of {expected!r}")
 
 
 def _said(choice: Any) -> str:
