@@ -345,7 +345,11 @@ class KVDelivery(OutgoingTransfer):
         await sent.wait()
 
     async def _renew(self) -> None:
-        """Renew the lease; if D has given up, stop announcing and fail the request."""
+        """Renew the lease until cancelled; if D has given up, stop announcing and fail the request."""
+        with suppress(asyncio.CancelledError):  # its traceback would refer to this object: a reference cycle
+            await self._keep_renewing()
+
+    async def _keep_renewing(self) -> None:
         tick_s = self._lease_s / 6
         ref = wire.TransferRef(self.transfer_id, self._sequence.request_id)
         while True:

@@ -278,7 +278,7 @@ class LinkServer(asyncio.Protocol):
 
     def _end(self, number: int, task: asyncio.Task[None]) -> None:
         self._state.tasks.discard(task)
-        del self._answers[number]
+        del self._answers.pop(number).task  # the frames of its traceback refer to the answer: a reference cycle
         if self._is_stopping and not self._answers:
             self._flush()
             self._transport.close()

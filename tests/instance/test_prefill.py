@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from garbage import garbage
 from hand_off import REGION, Peers, Tokenizer, handoff, prefill_service
 from prompts import completion
 
@@ -236,3 +237,12 @@ async def test_a_reader_that_waits_for_blocks_is_waited_for_and_one_that_is_gone
     with pytest.raises(InstanceFailed) as failed:
         await asyncio.wait_for(working, 300)
     assert failed.value.code == PEER_UNREACHABLE
+
+
+async def test_a_hand_over_leaves_nothing_to_the_garbage_collector(bench: Bench) -> None:
+    """A sequence has the positions and features of its pictures."""
+    with garbage() as left:
+        await bench.hand_over()
+        await bench.clean_ups.finish()
+        await asyncio.sleep(0.01)
+    assert not left & {"KVDelivery", "Sequence"}

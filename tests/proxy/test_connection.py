@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-import gc
 import json
 import socket
 import time
 
 import pytest
+from garbage import garbage
 
 from epd_serve.telemetry.span import join_trace
 from proxy.http.client import Client
@@ -97,18 +97,10 @@ async def test_a_finished_request_leaves_no_reference_cycle(start, kit, second, 
 
 async def garbage_of(gateway, ask):
     """Names of the types of what a request leaves to the garbage collector."""
-    gc.collect()
-    gc.disable()
-    try:
+    with garbage() as left:
         await ask()
         await gateway.settle()
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
-        return {type(one).__name__ for one in gc.garbage}
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
+    return left
 
 
 @pytest.mark.parametrize("how", ["fails", "breaks off", "is too slow", "is left", "is tried again"])

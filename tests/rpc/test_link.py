@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from garbage import garbage
 from hypothesis import example, given
 from hypothesis import strategies as st
 from links import link_server, linked
@@ -242,6 +243,16 @@ async def test_a_call_that_is_closed_ends_alone(answers, server, to):
     closed_early = sent(to, "/echo")
     closed_early.close()
     assert closed_early.opened.cancelled() and len(server.server_state.connections) == 1
+
+
+async def test_a_call_that_is_cancelled_leaves_nothing_to_the_garbage_collector(answers, to):
+    with garbage() as left:
+        call = sent(to, "/wait")
+        await call.opened
+        call.close()
+        await until(lambda: answers.cancelled)
+        await whole(sent(to, "/echo", b"x"))
+    assert not left & {"_Answer", "Task", "Call"}
 
 
 async def test_an_answer_that_is_too_long_is_not_collected(answers, to):
