@@ -255,10 +255,12 @@ async def started(
         backoff=Backoff(first_s=0.2, limit_s=0.2),  # many deaths are wanted here
     ) as deployment:
         client = Client(deployment.gateway_url)
-        await client.meet()
-        options = {"seed": arguments.seed, "interval_s": arguments.interval, "faults": arguments.faults}
-        yield Chaos(deployment, client, **options)
-        await client.close()
+        try:
+            await client.meet()
+            options = {"seed": arguments.seed, "interval_s": arguments.interval, "faults": arguments.faults}
+            yield Chaos(deployment, client, **options)
+        finally:
+            await client.close()
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:

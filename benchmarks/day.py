@@ -5,7 +5,7 @@
 Texts, pictures, several pictures and videos arrive at a rate that follows the hours: a quiet night, a rise in the
 morning, peaks at noon and in the evening. Devices compute nothing but check digests, in times of the data sheet
 that are :data:`SLOWNESS` times as long, so that this machine carries the tokens; each answer is compared with the
-one that the deployment gave before. Faults (SIGKILL, SIGSTOP for a share --hangs) begin after a twelfth of the
+one that the deployment gave before. Faults (--faults, as in benchmarks.chaos) begin after a twelfth of the
 day. Memory and descriptors are then compared with the end's: of the gateway (the lowest of several samples,
 because it seldom collects garbage) and of instances that were never restarted. The exit code is 1 where an answer
 was wrong or late, something was held in the end, descriptors increased or that memory grew too much.
@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.chaos import LEASE_S, Chaos, counters, publish, started
+from benchmarks.chaos import FAULTS, LEASE_S, Chaos, counters, publish, started
 from benchmarks.common import argument_parser, host_busy, machine, slowed, typed
 from benchmarks.deployed import descriptors
 from benchmarks.soak import sample
@@ -54,7 +54,7 @@ Asked = tuple[float, Request, Result]
 
 def day_requests(count: int, seed: int) -> list[Request]:
     """The requests of the other benchmarks; one in eight asks about a video instead."""
-    found, rng = mixed_requests(count, seed), random.Random(seed)
+    found, rng = mixed_requests(count, seed, plain=True), random.Random(seed)
     for number in range(0, count, 8):
         video = clip(rng.choices(COLORS, k=3), num_frames=rng.choice((4, 8)))
         found[number] = replace(found[number], key=f"video {number}", content=asked(video, text="What happens?"))
@@ -143,7 +143,7 @@ async def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         await asyncio.sleep(seconds / 12)
         begun, opened, busy = sample(chaos.deployment), descriptors(chaos.deployment), list[float]()
         gateway, pss = psutil.Process(chaos.deployment.process("gateway").pid), [begun["gateway"]["mib"]]
-        killing = asyncio.create_task(chaos.kill())
+        killing = asyncio.create_task(chaos.inject())
         host_busy()
         while not (await asyncio.wait([living], timeout=seconds / 48))[0]:
             busy.append(host_busy())
@@ -170,8 +170,6 @@ async def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "interval_s": arguments.interval,
         "passed": not (report["wrong"] or report["leaks"] or more or grew),
         **report,
-        "num_sigkills": chaos.kills.total() - chaos.hangs.total(),
-        "num_sigstops": chaos.hangs.total(),
         "num_restarts": sum(report["restarts"].values()),
         "memory_mib": mib,
         "descriptors_that_increased": more,
@@ -188,7 +186,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=900.0, help="of the whole day")
     parser.add_argument("--peak", type=float, default=4.0, help="requests per second at noon")
     parser.add_argument("--interval", type=float, default=20.0, help="mean seconds between two faults")
-    parser.add_argument("--hangs", type=float, default=0.3, help="share of the faults that are SIGSTOPs")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=["kill", "kill", "hang"])
     parser.add_argument("--distinct", type=int, default=240, help="requests, which are repeated")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -44,19 +44,19 @@ _SPECIAL: tuple[dict[str, Any], ...] = (
 
 
 def mixed_requests(
-    count: int, seed: int, *, patient: bool = False, media: Sequence[str] = ("picture",)
+    count: int, seed: int, *, patient: bool = False, plain: bool = False, media: Sequence[str] = ("picture",)
 ) -> list[Request]:
     """Texts, one and two media items (few enough that most are asked about again), schemas, tools, several
     choices, streams, impatient clients.
 
     With ``patient`` all are streams of one plain choice, of clients that stay, long enough that a fault meets many
-    in their middle.
+    in their middle. With ``plain`` none has a schema, tools or several choices.
     """
     rng = random.Random(seed)
-    return [_mixed_request(rng, patient, media) for _ in range(count)]
+    return [_mixed_request(rng, patient, plain, media) for _ in range(count)]
 
 
-def _mixed_request(rng: random.Random, patient: bool, media: Sequence[str]) -> Request:
+def _mixed_request(rng: random.Random, patient: bool, plain: bool, media: Sequence[str]) -> Request:
     names, parts = [], []
     for _ in range(rng.choice((0, 0, 1, 1, 1, 2))):
         kind, number = rng.choice(media), rng.randrange(_NUM_MEDIA)
@@ -66,7 +66,7 @@ def _mixed_request(rng: random.Random, patient: bool, media: Sequence[str]) -> R
     max_tokens = rng.choice((48, 120, 250) if patient else (1, 16, 96, 250))
     stream = patient or rng.random() < 0.5
     impatient = not patient and rng.random() < 0.15
-    special = rng.choice(_SPECIAL) if not patient and rng.random() < 0.2 else None
+    special = rng.choice(_SPECIAL) if not (patient or plain) and rng.random() < 0.2 else None
     ends = {"ignore_eos": True, "skip_special_tokens": False} if special is None or "n" in special else {}
     return Request(
         key=f"{names} {max_tokens} {text} {special}",
