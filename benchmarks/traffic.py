@@ -13,7 +13,7 @@ from epd_serve.verify.traffic import Outcome, Request, Traffic
 _NUM_MEDIA = 24
 MEDIA: dict[str, Callable[[int], Any]] = {
     "picture": noise,
-    "video": lambda number: clip([_COLORS[number % 6], _COLORS[number // 6]]),
+    "video": lambda number: clip([_COLORS[number % 6], _COLORS[number // 6]], num_frames=4),
     "sound": lambda number: sound(200.0 + 50 * number),
 }
 _COLORS = ("red", "green", "blue", "yellow", "white", "black")
