@@ -14,7 +14,7 @@ from device.ops.cpu import CpuOps
 from device.transport import TRANSPORTS
 
 #: Products, by their shapes, that oneDNN and torch's ideep keep compiled. By default they keep 1024, which takes
-#: hundreds of MB if prompts have many lengths. Compiling one takes less than 0.5 ms.
+#: hundreds of MB if prompts have many lengths (``benchmarks.soak``).
 _KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
 
 

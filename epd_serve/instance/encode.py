@@ -265,9 +265,9 @@ class Encoder:
                 except Exception:  # a device that does not answer must not end the encoder
                     logger.exception("checking whether an encode may start failed; starting it")
                 stream.held_on = None
-                if self._waiting[0].ref.segment is not None:  # P computes it while the next one is encoded
-                    budget = 0
-                batch = schedule_encodes(self._waiting, budget)
+                first = self._waiting[0]
+                # P computes a segment while the next one is encoded
+                batch = [first] if first.ref.segment is not None else schedule_encodes(self._waiting, budget)
                 del self._waiting[: len(batch)]
                 for item in batch:
                     item.is_in_tower = True

@@ -207,16 +207,17 @@ class ItemEncoders(Struct, eq=False):
     def pick_next(self, router: Router, table: InstanceTable, prefill: InstanceRecord, error: ServeError) -> None:
         """Select the next encoder after a failure; the last one is P itself, which then loads the tower.
 
-        Raises the request's error if the item is invalid, no instance is left, or the encoder was only busy.
+        Raises the request's error if the item is invalid, no instance is left, or the encoders are only busy.
         """
         if isinstance(error, InvalidRequest):
             error.param = error.param or self.param
             raise error
-        if error.code == PREPARATION_FULL:  # the item has waited long enough
-            raise error
         self._tried.add(self.encoder.name)
         [encoder] = router.encoders.choose_encoders(table, prefill, [self.ref], exclude=self._tried)
-        if encoder.name in self._tried:
+        is_tried = encoder.name in self._tried
+        if error.code == PREPARATION_FULL and (is_tried or Stage.ENCODE not in encoder.stages):
+            raise error
+        if is_tried:
             if is_planned(error):
                 raise error
             raise InstanceFailed(f"the image could not be encoded: {error.message}", param=self.param)

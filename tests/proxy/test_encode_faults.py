@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import pytest
+
 from epd_serve.protocol.wire import EncodeReply, encode
 
 ENCODED = (200, {}), encode(EncodeReply(cached=False, num_tokens=4))
@@ -27,13 +29,17 @@ async def test_at_last_p_encodes_itself(start, kit):
     assert "epd_serve_encode_retries_total 2.0" in await gateway.text("/metrics")
 
 
-async def test_an_encoder_that_is_too_busy_is_not_relieved(start, kit):
-    """The image has waited there as long as it may; the client comes back later."""
-    gateway = await start("e0:E", "p0:P", "d0:D")
-    gateway["e0"].scripts["/stage/encode"] = lambda _: kit.fail(503, "busy", code="preparation_full")
-    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
+@pytest.mark.parametrize("both", [True, False])
+async def test_encoders_that_are_too_busy_are_not_relieved_by_p(start, kit, both):
+    """Another encoder may take the image; P does not load the tower for it, and the client comes back later."""
+    gateway = await start("e0:E", "e1:E", "p0:P", "d0:D")
+    for name in ("e0", "e1")[: 1 + both]:
+        gateway[name].scripts["/stage/encode"] = lambda _: kit.fail(503, "busy", code="preparation_full")
+    script = [kit.FOREVER] if both else [encoded_by(gateway, "e1"), kit.DECODE]
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: script
     async with gateway.post(kit.chat(red(kit))) as response:
-        assert response.status == 503 and int(response.headers["retry-after"]) > 0
+        assert response.status == (503 if both else 200)
+        assert not both or int(response.headers["retry-after"]) > 0
     assert gateway["p0"].got("/stage/encode") == []
     await gateway.settle()
 

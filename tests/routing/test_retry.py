@@ -159,7 +159,7 @@ def asked(build: Any, table: InstanceTable, error: ServeError) -> list[str]:
     [
         (ServeError("out of memory"), ["e0", "e1", "e2", "p0", "InstanceFailed"]),
         (InvalidRequest("a broken picture"), ["e0", "InvalidRequest"]),
-        (Unavailable("busy", code=PREPARATION_FULL), ["e0", "Unavailable"]),
+        (Unavailable("busy", code=PREPARATION_FULL), ["e0", "e1", "e2", "Unavailable"]),
         (Unavailable("leaves", code=DRAINING), ["e0", "e1", "e2", "p0", "Unavailable"]),
     ],
 )
