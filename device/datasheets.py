@@ -75,6 +75,11 @@ def spec_of(name: str) -> DeviceSpec:
     return DEVICE_SPECS[key]
 
 
+def has_stream_priorities(kind: str) -> bool:
+    """Return whether the language model's stream precedes the tower's: not on a CPU, nor on an NPU."""
+    return not kind.startswith(("cpu", "npu", "ascend"))
+
+
 def emulated_kind(name: str) -> str:
     """Return KIND of ``emulated:KIND:0``: the name of a data sheet, or the file of a measured profile."""
     return name.removeprefix("emulated:").rpartition(":")[0]

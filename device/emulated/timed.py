@@ -13,7 +13,7 @@ from typing import Self
 
 from device import base
 from device.base import DeviceUnavailable, Partition, PartitionStrength, check_share
-from device.datasheets import emulated_kind, emulated_sheet
+from device.datasheets import emulated_kind, emulated_sheet, has_stream_priorities
 from device.emulated.timeline import WHOLE, Demand, Operation, Timeline, TimelineStream, sleep_exactly
 from device.present import EMULATED_MEMORY
 
@@ -172,7 +172,8 @@ class TimedDevice:
         self._timeline.check()
 
     def stream(self, priority: int = 0, share: float | None = None) -> TimedStream:
-        stream = TimedStream(self, self._timeline.stream(min(priority, 0), share))
+        priority = min(priority, 0) if has_stream_priorities(self.spec.name) else 0
+        stream = TimedStream(self, self._timeline.stream(priority, share))
         self._streams.append(stream)
         return stream
 

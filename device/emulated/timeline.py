@@ -55,6 +55,8 @@ class Demand(msgspec.Struct, frozen=True, array_like=True):
 
 
 WHOLE = Demand()
+#: Of an operation whose use of the device is unknown: two of them, whatever their priorities, take twice as long.
+UNKNOWN = Demand(compute=0.5, bandwidth=1.0)
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

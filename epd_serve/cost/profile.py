@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 import msgspec
 
-from device.emulated.timeline import Demand
+from device.emulated.timeline import UNKNOWN, Demand
 
 #: Version of the file format.
 VERSION = 1
@@ -157,7 +157,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     def _demand(self, seconds: Sequence[float], launch_s: float) -> tuple[float, Demand]:
         total_s = max(seconds)
         if self.kind != "analytic" or len(seconds) != 2:  # a measured line does not separate compute and memory
-            return total_s, Demand()
+            return total_s, UNKNOWN
         compute, memory = ((one - launch_s) / total_s for one in seconds)
         return total_s, Demand(self.compute_share * compute, self.bandwidth_share * memory)
 

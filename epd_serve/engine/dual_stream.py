@@ -23,7 +23,7 @@ from epd_serve.protocol.instance_state import AppliedShare
 from epd_serve.sched.schedule import ScheduleOutput
 
 #: Priority of the language model's stream; the tower's is 0.
-_LANGUAGE_PRIORITY = -1
+LANGUAGE_PRIORITY = -1
 _SMOOTHING = 0.3
 #: Instances that can share a board of cores.
 _CORE_SLOTS = 1024
@@ -227,7 +227,7 @@ class LanguageStream(_Side):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # served before a tower's; on an NPU the default stream, the only one that its limits cover
-        stream = device.current_stream() if device.type == "npu" else device.stream(_LANGUAGE_PRIORITY)
+        stream = device.current_stream() if device.type == "npu" else device.stream(LANGUAGE_PRIORITY)
         super().__init__(device, stream, cores)
         self._board = board
         self.slack = None if limit_s is None else Slack(limit_s=limit_s)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
+
+from device.emulated.timeline import Running, rates
 
 
 class Clock:
@@ -37,21 +38,10 @@ class Clock:
             run()
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Activity:
-    """A running step or encode batch.
+class Activity(Running, eq=False, kw_only=True):
+    """A running step or encode batch; ``version``: how often its end was scheduled; only the last one counts."""
 
-    Attributes:
-        compute, bandwidth: share of the device's peak used when alone.
-        work_s, done_s: duration when alone, and its finished part.
-        version: how often its end was scheduled; only the last one counts.
-    """
-
-    compute: float
-    bandwidth: float
-    work_s: float
     on_end: Callable[[], None]
-    done_s: float = 0.0
     rate: float = 1.0
     since_s: float = 0.0
     version: int = 0
@@ -60,8 +50,8 @@ class Activity:
 class SimDevice:
     """One device, or one machine's CPU.
 
-    Its resources are shared like fluids: activities slow down only if their total demand for compute or bandwidth
-    exceeds the device, so that memory-bound and compute-bound stages overlap well (EPD-Serve, section 3.5).
+    Its activities slow each other down as operations of an emulated device do, see :func:`rates`: memory-bound and
+    compute-bound stages overlap well (EPD-Serve, section 3.5).
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -75,17 +65,14 @@ class SimDevice:
         self._share()
 
     def _share(self) -> None:
-        rate, now_s = 1.0, self._clock.now
-        if len(self._active) > 1:  # one activity alone runs at full speed
-            compute = sum(one.compute for one in self._active)
-            bandwidth = sum(one.bandwidth for one in self._active)
-            rate = 1 / max(1.0, compute, bandwidth)
-        for one in self._active:
+        now_s = self._clock.now
+        speeds = rates(self._active) if len(self._active) > 1 else [1.0]  # alone at full speed
+        for one, rate in zip(self._active, speeds, strict=False):
             if rate != one.rate or not one.version:
-                one.done_s = min(one.done_s + (now_s - one.since_s) * one.rate, one.work_s)
+                one.left_s = max(one.left_s - (now_s - one.since_s) * one.rate, 0.0)
                 one.since_s, one.rate = now_s, rate
                 one.version += 1
-                self._clock.after((one.work_s - one.done_s) / rate, partial(self._end, one, one.version))
+                self._clock.after(one.left_s / rate, partial(self._end, one, one.version))
 
     def _end(self, activity: Activity, version: int) -> None:
         if activity.version == version:  # else another end is scheduled

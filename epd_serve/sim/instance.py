@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from device.datasheets import has_stream_priorities
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
 from epd_serve.cost.stages import Link
+from epd_serve.engine.dual_stream import LANGUAGE_PRIORITY
 from epd_serve.protocol.instance_state import InstanceInfo, Load, Report
 from epd_serve.sched.queues import Order, Queues
 from epd_serve.sched.schedule import ScheduleOutput, schedule_encodes
@@ -73,6 +75,8 @@ class SimInstance:
         self.spec = spec
         self._clock = clock
         self._device = device
+        self._process = id(self), 0, 0
+        self._priority = LANGUAGE_PRIORITY if has_stream_priorities(spec.profile.device) else 0
         self._on_prompt = on_prompt
         self._on_end = on_end
         self.ready = True
@@ -190,9 +194,9 @@ class SimInstance:
         self.is_encoding = True
         self._device.start(
             Activity(
-                compute=demand.compute,
-                bandwidth=demand.bandwidth,
-                work_s=seconds,
+                process=self._process,
+                left_s=seconds,
+                demand=demand,
                 on_end=lambda: self._end_encode(batch),
             )
         )
@@ -337,9 +341,10 @@ class SimInstance:
         begun_s = self._clock.now
         self._device.start(
             Activity(
-                compute=demand.compute,
-                bandwidth=demand.bandwidth,
-                work_s=seconds,
+                process=self._process,
+                left_s=seconds,
+                demand=demand,
+                priority=self._priority,
                 on_end=lambda: self._end_step(work, output, begun_s),
             )
         )

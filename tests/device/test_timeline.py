@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device.base import DeviceLost
-from device.emulated.timeline import EMULATED_FAULTS, Demand, Faults, Timeline
+from device.emulated.timeline import EMULATED_FAULTS, UNKNOWN, Demand, Faults, Timeline
 
 DECODE = Demand(compute=0.1, bandwidth=0.8)
 PREFILL = Demand(compute=0.85, bandwidth=0.1)
@@ -89,6 +89,9 @@ def test_shares_and_priorities(tmp_path: Path) -> None:
     assert [_seconds(one) for one in operations] == pytest.approx([0.040, 0.010]), "what it leaves is another's"
     with pytest.raises(ValueError, match=r"share 1\.5 from 0"):
         whole.stream(share=1.5)
+
+    operations = urgent.launch(0.010, demand=UNKNOWN), patient.launch(0.010, demand=UNKNOWN)
+    assert [_seconds(one) for one in operations] == pytest.approx([0.020, 0.020]), "half of the device each"
 
 
 def _seconds(operation: object) -> float:

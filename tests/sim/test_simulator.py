@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from sim_load import SHAREGPT_4O, TEXT, VISUAL_WEB_INSTRUCT, check_books, load
 
 from device.datasheets import spec_of
+from device.emulated.timeline import Demand, Running, advance
 from epd_serve.cost.profile import DecodeLine, Profile
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.cost.stages import Link
+from epd_serve.sim.device import Activity, Clock, SimDevice
 from epd_serve.sim.simulator import NoWay, Simulation, simulate
 from epd_serve.sim.spec import Batching, SimDeployment, build
 from epd_serve.sim.workloads import SimRequest
@@ -26,6 +28,40 @@ from epd_serve.topology import parse_topology
 TOPOLOGIES = ("EPD", "EP-D", "ED-P", "E-P-D", "(E-P)-D", "(E-D)-P", "(E-PD)", "2E-P-2D", "2EPD")
 Deploy = Callable[..., SimDeployment]
 ONE_IMAGE = SimRequest(at_s=1.0, images=(("cat", 784 * 500),), num_text_tokens=12, num_output_tokens=5)
+
+
+@given(
+    works=st.lists(
+        st.tuples(
+            st.floats(0.001, 0.1),
+            st.floats(0.05, 1),
+            st.floats(0.05, 1),
+            st.sampled_from([0, -1]),
+            st.integers(1, 2),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_a_simulated_device_is_as_fast_as_an_emulated_one(
+    works: list[tuple[float, float, float, int, int]],
+) -> None:
+    clock, ends = Clock(), {}
+    device = SimDevice(clock)
+    running = []
+    for number, (left_s, compute, bandwidth, priority, process) in enumerate(works):
+        fields = {
+            "process": (process, 0, 0),
+            "stream": number,
+            "left_s": left_s,
+            "demand": Demand(compute, bandwidth),
+            "priority": priority,
+        }
+        running.append(Running(**fields))
+        device.start(Activity(**fields, on_end=lambda number=number: ends.update({number: clock.now})))
+    advance(running, 0.0, 100.0)
+    clock.run(lambda: len(ends) == len(works))
+    assert [ends[number] for number in range(len(works))] == pytest.approx([one.end_s for one in running])
 
 
 def times(outcome: Simulation) -> list[tuple[object, ...]]:
