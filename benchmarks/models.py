@@ -28,7 +28,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from epd_serve.demo import weights_dir
 
 BUILT_IN = "built-in"
-HEAD_DIM = 32
 #: The file of a model's directory that is written last.
 _COMPLETE = "chat_template.jinja"
 _GENERATION = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -210,7 +209,7 @@ def make_model(
         "temporal_patch_size": 2,
         "merge_size": 2,
     }
-    text |= {"head_dim": HEAD_DIM, "max_position_embeddings": max_length}
+    text |= {"max_position_embeddings": max_length}
     config, model_class = _config(text, vision, tied=True)
     torch.manual_seed(0)
     model: Any = model_class(config)
@@ -230,7 +229,7 @@ def _config(text: dict[str, Any], vision: dict[str, Any] | None, *, tied: bool) 
         ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
     )
     names = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "video_token_id")
-    head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    head_dim = text["hidden_size"] // text["num_attention_heads"]
     section = [head_dim // 8, head_dim * 3 // 16, head_dim * 3 // 16]
     rope = {"rope_type": "default", "mrope_section": section, "rope_theta": 1e6}
     config = Qwen2_5_VLConfig(

@@ -1,6 +1,6 @@
-"""Time until ready, memory and latency of every deployment in ``deploy/``, with the demo model.
+"""Time until ready, memory and latency of the deployments in ``deploy/`` for CPUs, with the demo model.
 
-Run as ``python -m benchmarks.topologies [--rounds 20]`` from the root of the repository.
+Run as ``python -m benchmarks.topologies [--rounds 20] [FILE ...]`` from the root of the repository.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import CHAT_PATH, RESULTS, ROOT, argument_parser, data_url, machine, user_message, write
+from benchmarks.common import CHAT_PATH, ROOT, argument_parser, data_url, machine, typed, user_message, write
 from epd_serve.config import change_config, load_config
 from epd_serve.launch.deployment import LocalDeployment
 
 PICTURE = ROOT / "docs" / "images" / "three-shapes.png"
-RESULT = RESULTS / "topologies-cpu.json"
 QUESTION, ANSWER = "Where is the blue square?", "right"
 MIB = 1 << 20
 
@@ -71,11 +70,15 @@ def image_message() -> dict[str, Any]:
 
 
 async def main() -> None:
-    parser = argument_parser(__doc__)
+    parser = argument_parser(__doc__, "topologies-cpu.json")
     parser.add_argument("--rounds", type=int, default=20)
-    rounds: int = parser.parse_args().rounds
-    rows = [await measure(file, rounds) for file in sorted((ROOT / "deploy").glob("*.yaml"))]
-    write(RESULT, {"machine": machine(), "rows": rows})
+    # all but Mooncake's, which needs its package
+    files = sorted({*(ROOT / "deploy").glob("cpu-*.yaml")} - {ROOT / "deploy" / "cpu-mooncake.yaml"})
+    parser.add_argument("files", type=Path, nargs="*", default=files)
+    arguments = parser.parse_args()
+    rounds: int = arguments.rounds
+    rows = [await measure(file, rounds) for file in arguments.files]
+    write(arguments.output, {"command": typed("topologies"), "machine": machine(), "rows": rows})
     columns = (
         "topology",
         "processes",

@@ -53,7 +53,7 @@ PAPER = (
 def model(path: Path) -> Path:
     """Features [tokens, 3584], and one narrow layer, so that a prompt of 16206 tokens takes seconds here."""
     return make_model(
-        path, hidden=HIDDEN, layers=1, heads=4, kv_heads=1, intermediate=256, max_length=20480, max_pixels=1 << 25
+        path, hidden=HIDDEN, layers=1, heads=28, kv_heads=1, intermediate=256, max_length=20480, max_pixels=1 << 25
     )
 
 

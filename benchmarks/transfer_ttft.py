@@ -46,7 +46,7 @@ PAPER = {
 
 def model(path: Path) -> Path:
     """Features and KV of a token take the same bytes: 2 KiB each."""
-    return make_model(path, hidden=HIDDEN, layers=LAYERS, heads=4, kv_heads=1, intermediate=256)
+    return make_model(path, hidden=HIDDEN, layers=LAYERS, heads=16, kv_heads=1, intermediate=256)
 
 
 SETTINGS = {"max_num_batched_tokens": 1024, "kv_cache_bytes": "256MiB"}
