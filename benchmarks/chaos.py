@@ -2,14 +2,15 @@
 
 ``--faults`` names them: ``kill`` (SIGKILL), ``hang`` (SIGSTOP, until the supervisor replaces the process),
 ``pause`` (SIGSTOP for up to half the time after which it would be replaced), ``cut`` (all TCP connections of a
-process are destroyed; needs root), ``full`` (/dev/shm is full for some seconds; needs a small one of its own:
-``unshare --mount sh -c 'mount -t tmpfs -o size=512m none /dev/shm && python -m benchmarks.chaos ...'``).
+process are destroyed; needs root), ``full`` (/dev/shm is full for some seconds), ``disk`` (nothing can be written
+beside the logs for as long as a pause takes). The last two need a small /dev/shm and a file system for the logs::
+
+    truncate -s 256M DISK && mkfs.ext4 -q DISK
+    unshare --mount sh -c 'mount -t tmpfs -o size=512m none /dev/shm && mount -o loop DISK ~/.local/state &&
+        python -m benchmarks.chaos ...'
 
 With ``--streams`` all are long streams of patient clients, one instance of each role is left alone while another
 is started again, and at least 99 % of the streams have to be complete.
-
-With ``--stop SECONDS`` nothing is killed: d0 is stopped once, in the middle of streams, and goes on after so long
-(0: never, so that it is replaced). All streams have to be right.
 
 The requests and their judge are those of ``epd-serve verify --suite faults``: every answer is compared with the
 one that the same deployment gave before the first fault (greedy, float32). In the end no instance and no gateway
@@ -24,22 +25,23 @@ import asyncio
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from asyncio.subprocess import DEVNULL
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import psutil
 from rich.console import Console
 
-from benchmarks.common import RESULTS, machine, typed, write
+from benchmarks.common import RESULTS, ROOT, machine, typed, write
 from benchmarks.deployed import held_in
 from benchmarks.traffic import MEDIA, mixed_requests, report_of
 from epd_serve.config import DEMO_MODEL, DeploymentConfig
@@ -50,14 +52,12 @@ from epd_serve.verify.check import Failed
 from epd_serve.verify.client import Client
 from epd_serve.verify.traffic import BAD, Outcome, Request, Traffic
 
-FAULTS = ("kill", "hang", "pause", "cut", "full")
+FAULTS = ("kill", "hang", "pause", "cut", "full", "disk")
 LEASE_S = 3.0
 DEADLINE_S = 60.0
 HANG_TIMEOUT_S = 9.0
 #: However slow the machine, a stream is not to be hit again and again.
 ANSWERS_BETWEEN = 4
-#: With --stop: longer than a replacement takes.
-STOP_DEADLINE_S = 300.0
 LEAST_COMPLETE = 0.99
 _COUNTERS = re.compile(r"epd_serve_request_(retries|continuations)_total")
 #: Seconds in which all has to be given back after the last fault.
@@ -100,6 +100,8 @@ class Chaos(Traffic):
         try:
             while not kinds <= {kind_of(name) for name in self.kills}:
                 await self.ask_all(requests, concurrency)
+                if killing.done():
+                    killing.result()
         finally:
             killing.cancel()
             await asyncio.gather(killing, return_exceptions=True)
@@ -141,13 +143,24 @@ class Chaos(Traffic):
             case "cut":
                 ports = {one.laddr.port for one in psutil.Process(pid).net_connections("tcp") if one.raddr}
                 ends = " or ".join(f"sport = :{port} or dport = :{port}" for port in sorted(ports))
-                await (await asyncio.create_subprocess_exec("ss", "-KHt", f"( {ends} )", stdout=DEVNULL)).wait()
+                await _run("ss", "-KHt", f"( {ends} )")
             case "full":
-                with NamedTemporaryFile(dir="/dev/shm") as file:
+                with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
                     os.posix_fallocate(file.fileno(), 0, shutil.disk_usage("/dev/shm").free)
                     await asyncio.sleep(self.rng.uniform(0.5, 3.0))
+            case "disk":
+                await self._freeze(self.rng.uniform(0.1, HANG_TIMEOUT_S / 2))
         self.injected[fault] += 1
         return {pid} if fault in ("kill", "hang") else set()
+
+    async def _freeze(self, seconds: float) -> None:
+        """Let writes to the file system of the logs wait."""
+        mount = _mount_of_its_own(self.deployment.log_dir)
+        await _run("fsfreeze", "--freeze", mount)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            await _run("fsfreeze", "--unfreeze", mount)
 
     async def settle(self) -> None:
         """Wait until all have started again, and until nothing is held; what stays held is a leak."""
@@ -181,41 +194,15 @@ class Chaos(Traffic):
         }
 
 
-async def stop_once(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Stop the only D in the middle of streams, with the timeouts that a deployment has by default."""
-    requests = mixed_requests(arguments.requests, arguments.seed, patient=True)
-    config = DeploymentConfig(
-        topology=arguments.topology,
-        gateway={"port": 0},
-        feature_store=arguments.store,
-        instances={"threads": 1, "kv_transfer": {"transport": arguments.transport}},
-    )
-    async with started(arguments, config, arguments.hang_timeout) as chaos:
-        chaos.deadline_s = STOP_DEADLINE_S
-        await chaos.learn(requests, arguments.concurrency)
-        began = time.monotonic()
-        asking = asyncio.create_task(chaos.ask_all(requests, arguments.concurrency))
-        await asyncio.sleep(arguments.interval)
-        victim = next(one for one in chaos.deployment.processes if one.spec.name == "d0")
-        os.kill(victim.pid, signal.SIGSTOP)
-        if arguments.stop:
-            await asyncio.sleep(arguments.stop)
-            os.kill(victim.pid, signal.SIGCONT)
-        else:
-            chaos.kills["d0"] = chaos.injected["hang"] = 1
-        await asking
-        seconds = time.monotonic() - began
-        await chaos.settle()
-        report = chaos.report()
-        return {
-            **heading("chaos", arguments, seconds, "topology", "store", "transport"),
-            "stopped_s": arguments.stop or "until it was replaced",
-            "hang_timeout_s": arguments.hang_timeout,
-            "passed": report["complete"] == 1.0 and not report["leaks"],
-            **report,
-            **await counters(chaos.client),
-            "logs": str(chaos.deployment.log_dir),
-        }
+def _mount_of_its_own(directory: Path) -> str:
+    if directory.stat().st_dev in (Path(tempfile.gettempdir()).stat().st_dev, ROOT.stat().st_dev):
+        raise ValueError(f"{directory} is on this machine's own file system; mount another one there")
+    return str(next(one for one in [directory, *directory.parents] if one.is_mount()))
+
+
+async def _run(*command: str) -> None:
+    if await (await asyncio.create_subprocess_exec(*command, stdout=DEVNULL)).wait():
+        raise RuntimeError(f"failed: {shlex.join(command)}")
 
 
 def kind_of(name: str) -> str:
@@ -243,14 +230,12 @@ def deployment_config(arguments: argparse.Namespace, **gateway: Any) -> Deployme
 
 
 @asynccontextmanager
-async def started(
-    arguments: argparse.Namespace, config: DeploymentConfig, hang_timeout_s: float = HANG_TIMEOUT_S
-) -> AsyncIterator[Chaos]:
+async def started(arguments: argparse.Namespace, config: DeploymentConfig) -> AsyncIterator[Chaos]:
     """The deployment, whose processes are started again at once, and its clients."""
     async with LocalDeployment(
         config,
         keep_logs=True,
-        hang_timeout_s=hang_timeout_s,
+        hang_timeout_s=HANG_TIMEOUT_S,
         ready_timeout_s=180,
         backoff=Backoff(first_s=0.2, limit_s=0.2),  # many deaths are wanted here
     ) as deployment:
@@ -331,12 +316,9 @@ def main() -> int:
         "--media", nargs="+", choices=MEDIA, default=["picture"], help="those that the model takes"
     )
     parser.add_argument("--streams", action="store_true", help="long streams of patient clients alone")
-    parser.add_argument("--stop", type=float, help="stop the only D once, for these seconds; 0: for good")
-    parser.add_argument("--hang-timeout", type=float, default=30.0, help="with --stop")
     parser.add_argument("--output", type=Path, default=RESULTS / "chaos-cpu.json")
     arguments = parser.parse_args()
-    work = run(arguments) if arguments.stop is None else stop_once(arguments)
-    return publish(asyncio.run(work), arguments.output)
+    return publish(asyncio.run(run(arguments)), arguments.output)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,15 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
 from epd_serve.demo import weights_dir
 
 BUILT_IN = "built-in"
+HEAD_DIM = 32
 #: The file of a model's directory that is written last.
 _COMPLETE = "chat_template.jinja"
 _GENERATION = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -190,16 +193,17 @@ def make_model(
     max_length: int = 4096,
     max_pixels: int = 1 << 24,
 ) -> Path:
-    """Save a Qwen2.5-VL model, small enough for a CPU. Its tower attends within windows: images stay cheap."""
+    """Save a Qwen3-VL model, small enough for a CPU: its heads may be narrow, its tower has one small layer."""
     words = len(AutoTokenizer.from_pretrained(weights_dir()))
     text = _sizes(hidden, layers, heads, kv_heads, intermediate, words)
+    text |= {"head_dim": HEAD_DIM, "max_position_embeddings": max_length}
     vision = {
         "depth": 1,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_heads": 2,
-        "window_size": 112,
-        "fullatt_block_indexes": [],
+        "patch_size": 14,
+        "deepstack_visual_indexes": [],
     }
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -209,8 +213,7 @@ def make_model(
         "temporal_patch_size": 2,
         "merge_size": 2,
     }
-    text |= {"max_position_embeddings": max_length}
-    config, model_class = _config(text, vision, tied=True)
+    config, model_class = _config(text, vision, tied=True, narrow=True)
     torch.manual_seed(0)
     model: Any = model_class(config)
     model.generation_config = _GENERATION
@@ -219,8 +222,10 @@ def make_model(
     return path
 
 
-def _config(text: dict[str, Any], vision: dict[str, Any] | None, *, tied: bool) -> tuple[Any, Any]:
-    """The config of a model, and its class."""
+def _config(
+    text: dict[str, Any], vision: dict[str, Any] | None, *, tied: bool, narrow: bool = False
+) -> tuple[Any, Any]:
+    """The config of a model, and its class; ``narrow``: a Qwen3-VL, whose heads need not share its hidden size."""
     ends = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0}
     if vision is None:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 5e5}
@@ -229,13 +234,15 @@ def _config(text: dict[str, Any], vision: dict[str, Any] | None, *, tied: bool) 
         ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
     )
     names = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "video_token_id")
-    head_dim = text["hidden_size"] // text["num_attention_heads"]
+    head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
     section = [head_dim // 8, head_dim * 3 // 16, head_dim * 3 // 16]
     rope = {"rope_type": "default", "mrope_section": section, "rope_theta": 1e6}
-    config = Qwen2_5_VLConfig(
+    classes: tuple[Any, Any] = (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration)
+    config_class, model_class = (Qwen3VLConfig, Qwen3VLForConditionalGeneration) if narrow else classes
+    config = config_class(
         text_config=text | {"rope_parameters": rope, **ends},
         vision_config=vision | {"out_hidden_size": text["hidden_size"]},
         tie_word_embeddings=tied,
         **dict(zip(names, tokens, strict=True)),
     )
-    return config, Qwen2_5_VLForConditionalGeneration
+    return config, model_class

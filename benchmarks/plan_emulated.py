@@ -116,6 +116,12 @@ def goodput(attained: dict[float, float]) -> float:
     return max((rate for rate, share in attained.items() if share >= TARGET), default=0.0)
 
 
+def simulated_share(judge: Evaluator, plan: Candidate, rate: float) -> float:
+    """The share of simulated requests that keep both limits."""
+    outcome = judge.simulate(plan, rate, num_requests(judge, rate))
+    return outcome.attainment(judge.goal.ttft_s, judge.goal.tpot_s).value
+
+
 def num_requests(judge: Evaluator, rate: float) -> int:
     """Of a run: queues must have time to grow."""
     return max(REQUESTS, math.ceil(rate * judge.horizon_s))
@@ -227,9 +233,7 @@ def go_on(cell: Cell, row: dict[str, Any], until_s: float, save: Callable[[], ob
         row["slowness"], judge, plan, text = deployment_of(cell, directory)
         bound = judge.bound(plan).rate
         if "simulated" not in row["goodput"]:
-            row["goodput"]["simulated"] = searched(
-                lambda rate: judge.attainment(plan, rate, num_requests(judge, rate)).value, bound
-            )
+            row["goodput"]["simulated"] = searched(lambda rate: simulated_share(judge, plan, rate), bound)
         attained = {run["rate"]: run["attained"] for run in row["runs"]}
         guess = row["goodput"]["simulated"] or 0.7 * bound
         file = directory / "deployment.yaml"

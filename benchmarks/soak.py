@@ -27,10 +27,9 @@ from benchmarks.traffic import mixed_requests, report_of
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.verify.client import Client
-from epd_serve.verify.traffic import Outcome, Result, Traffic
+from epd_serve.verify.traffic import Outcome, Request, Result, Traffic
 
 MOST_GROWTH = 1.02
-_DISTINCT = 400
 
 
 def sample(deployment: LocalDeployment) -> dict[str, dict[str, float]]:
@@ -44,9 +43,9 @@ def sample(deployment: LocalDeployment) -> dict[str, dict[str, float]]:
     return found
 
 
-async def load(traffic: Traffic, rate: float, seconds: float, seed: int) -> None:
+async def load(traffic: Traffic, requests: list[Request], rate: float, seconds: float) -> None:
     """Send requests at a fixed rate, whether those before are answered or not."""
-    requests = itertools.cycle(mixed_requests(_DISTINCT, seed))
+    bodies = itertools.cycle(requests)
     started = time.monotonic()
 
     async def ask(request: Any) -> None:
@@ -55,7 +54,7 @@ async def load(traffic: Traffic, rate: float, seconds: float, seed: int) -> None
     async with asyncio.TaskGroup() as group:
         for number in range(int(rate * seconds)):
             await asyncio.sleep(started + number / rate - time.monotonic())
-            group.create_task(ask(next(requests)))
+            group.create_task(ask(next(bodies)))
 
 
 def latency(results: list[Result], parts: int = 6) -> list[dict[str, float]]:
@@ -73,15 +72,17 @@ def latency(results: list[Result], parts: int = 6) -> list[dict[str, float]]:
     return found
 
 
-async def run(topology: str, rate: float, seconds: float, period_s: float, seed: int) -> dict[str, Any]:
+async def run(
+    topology: str, requests: list[Request], rate: float, seconds: float, period_s: float
+) -> dict[str, Any]:
     config = DeploymentConfig(topology=topology, gateway={"port": 0}, instances={"base_port": 0})
     async with LocalDeployment(config) as deployment:
         client = Client(deployment.gateway_url)
         await client.meet()
         traffic = Traffic(client, deadline_s=DEADLINE_S)
-        await traffic.learn(mixed_requests(_DISTINCT, seed), 4)
+        await traffic.learn(requests, 4)
         samples = [sample(deployment)]
-        loading = asyncio.create_task(load(traffic, rate, seconds, seed))
+        loading = asyncio.create_task(load(traffic, requests, rate, seconds))
         while not (await asyncio.wait([loading], timeout=period_s))[0]:
             samples.append(sample(deployment))
         await loading
@@ -124,11 +125,18 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=5.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=7200.0)
     parser.add_argument("--period", type=float, default=60.0, help="seconds between two looks at memory")
+    parser.add_argument("--distinct", type=int, default=400, help="requests, which are repeated")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     output: Path = arguments.output
     report = asyncio.run(
-        run(arguments.topology, arguments.rate, arguments.seconds, arguments.period, arguments.seed)
+        run(
+            arguments.topology,
+            mixed_requests(arguments.distinct, arguments.seed),
+            arguments.rate,
+            arguments.seconds,
+            arguments.period,
+        )
     )
     print(write(output, report))
     return 0 if report["passed"] else 1

@@ -14,10 +14,12 @@ from benchmarks.deployed import Figures, ask, closed_loop, deployed, figures, gr
 from benchmarks.models import make_model
 
 LAYERS = 28
+MODES = ("oneshot", "layerwise", "grouped")
 CONCURRENCY = 16
 STEP_TOKENS = 16384
 PATH = "/v1/completions"
 PLUG_TOKENS = 2048
+REPEATS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,8 +147,9 @@ def median(rows: list[Row]) -> Row:
     return sorted(rows, key=lambda row: row.overlap)[len(rows) // 2]
 
 
-async def table4(path: Path, repeats: int) -> dict[str, Any]:
-    """Calibrate the link on this machine's prefill, undisturbed as far as it goes, then compare."""
+async def table4(path: Path, *, tiny: bool) -> dict[str, Any]:
+    """Calibrate the link on this machine's prefill, undisturbed as far as it goes, then compare: medians."""
+    repeats, modes = (1, ("grouped",)) if tiny else (REPEATS, MODES)
     plain = {
         tokens: min(await measure(path, tokens, "grouped", None, repeats), key=lambda row: row.prefill_s)
         for tokens in PAPER
@@ -156,7 +159,7 @@ async def table4(path: Path, repeats: int) -> dict[str, Any]:
     for tokens, paper in PAPER.items():
         bandwidth = plain[tokens].kv_bytes / (plain[tokens].prefill_s * paper.transfer_s / paper.prefill_s)
         link = {"bandwidth": round(bandwidth), "latency_ms": 1000 * handshake_s}
-        for mode in ("oneshot", "layerwise", "grouped"):
+        for mode in modes:
             # layer by layer takes so long that other work on the machine evens out by itself
             row = median(await measure(path, tokens, mode, link, 1 if mode == "layerwise" else repeats))
             rows.append({**row.as_json(), "link": link})

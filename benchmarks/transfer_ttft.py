@@ -23,6 +23,7 @@ TOKENS = 29 * 23
 HIDDEN, LAYERS = 512, 8
 #: In each of so many turns of all methods.
 REQUESTS, ROUNDS = 50, 2
+TINY_REQUESTS = 3
 #: Share of a prefill's time that fetching its feature takes on the link; its KV takes as long.
 TRANSFER_SHARE = 0.25
 #: Arrivals as shares of what P could prefill if it did nothing else.
@@ -46,7 +47,7 @@ PAPER = {
 
 def model(path: Path) -> Path:
     """Features and KV of a token take the same bytes: 2 KiB each."""
-    return make_model(path, hidden=HIDDEN, layers=LAYERS, heads=16, kv_heads=1, intermediate=256)
+    return make_model(path, hidden=HIDDEN, layers=LAYERS, heads=4, kv_heads=1, intermediate=256)
 
 
 SETTINGS = {"max_num_batched_tokens": 1024, "kv_cache_bytes": "256MiB"}
@@ -71,7 +72,8 @@ async def calibrate(path: Path) -> float:
     return grown["step_seconds_total:prefill"] / 5
 
 
-async def table2(path: Path) -> dict[str, Any]:
+async def table2(path: Path, *, tiny: bool) -> dict[str, Any]:
+    num_requests, num_rounds = (TINY_REQUESTS, 1) if tiny else (REQUESTS, ROUNDS)
     prefill_s = await calibrate(path)
     feature_bytes = TOKENS * HIDDEN * 4
     link = {"bandwidth": round(feature_bytes / (TRANSFER_SHARE * prefill_s)), "latency_ms": 1.0}
@@ -88,10 +90,10 @@ async def table2(path: Path) -> dict[str, Any]:
                 for each in requests(200, 3):
                     await ask(client, PATH, each)
         rng = random.Random(0)
-        for turn in range(ROUNDS):
+        for turn in range(num_rounds):
             for index, load in enumerate(LOADS):
-                arrivals = list(accumulate(rng.expovariate(load / prefill_s) for _ in range(REQUESTS)))
-                bodies = requests(REQUESTS * (turn * len(LOADS) + index), REQUESTS)
+                arrivals = list(accumulate(rng.expovariate(load / prefill_s) for _ in range(num_requests)))
+                bodies = requests(num_requests * (turn * len(LOADS) + index), num_requests)
                 for method, deployment in deployments.items():
                     before = await figures(deployment, "p0")
                     timings[load, method] += await open_loop(deployment.gateway_url, PATH, bodies, arrivals)
@@ -109,7 +111,7 @@ async def table2(path: Path) -> dict[str, Any]:
     return {
         "prefill_ms": 1000 * prefill_s,
         "link": link,
-        "requests": ROUNDS * REQUESTS,
+        "requests": num_rounds * num_requests,
         "paper": PAPER,
         "rows": rows,
     }

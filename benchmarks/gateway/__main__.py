@@ -1,4 +1,7 @@
-"""The cost of a gateway: ``python -m benchmarks.gateway [--vllm-proxy FILE] [--vllm-router PROGRAM]``."""
+"""The cost of a gateway: ``python -m benchmarks.gateway [--vllm-proxy FILE] [--vllm-router PROGRAM]``.
+
+A table is written beside the results.
+"""
 
 from __future__ import annotations
 
@@ -43,20 +46,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="epd-serve-gateway-") as directory:
         report = measure(chosen, Path(directory), options.rounds)
     print(table(report))
-    if options.out is not None:
-        write(options.out.with_suffix(".json"), report)
-        options.out.with_suffix(".md").write_text(table(report))
+    write(options.output, report)
+    options.output.with_suffix(".md").write_text(table(report))
 
 
 def _options() -> argparse.Namespace:
-    parser = argument_parser(__doc__)
+    parser = argument_parser(__doc__, "gateway-cpu.json")
     parser.add_argument("--vllm-proxy", type=Path, help="disagg_epd_proxy.py from the examples of vLLM's sources")
     parser.add_argument(
         "--python", default=sys.executable, help="that runs it; needs aiohttp, fastapi, msgspec, uvloop"
     )
     parser.add_argument("--vllm-router", help="program of the package vllm-router")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved; medians are taken")
-    parser.add_argument("--out", type=Path, help="data goes to OUT.json, the table to OUT.md")
     return parser.parse_args()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from transports import needs_mooncake
 
 from benchmarks import chaos
+from benchmarks.common import ROOT
 
 NUM_REQUESTS = 18
 
@@ -47,14 +49,21 @@ def test_no_answer_is_wrong_while_everything_dies(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("stop_s", [0.0, 8.0], ids=["replaced", "back"])
-def test_no_stream_is_lost_while_the_only_d_is_stopped(
-    stop_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = ["--requests", "6", "--concurrency", "6", "--interval", "1", "--topology", "P-D"]
-    options += ["--stop", str(stop_s), "--hang-timeout", str(30.0 if stop_s else 4.0)]
-    report = run(tmp_path / "stop.json", monkeypatch, *options)
-    assert report["outcomes"]["identical"] == 6
+def test_no_answer_is_wrong_while_the_only_instances_stop_and_the_disk_stalls(tmp_path: Path) -> None:
+    """A pause, a hang until the replacement, and log files that nobody can write for seconds."""
+    (tmp_path / "logs").mkdir()
+    options = "--topology E-P-D --requests 60 --interval 2 --faults hang pause disk"
+    script = (
+        "truncate -s 64M disk && mkfs.ext4 -q disk && mount -o loop disk logs && "
+        f"cd {ROOT} && XDG_STATE_HOME={tmp_path}/logs "
+        f"{sys.executable} -m benchmarks.chaos {options} --output {tmp_path}/chaos.json"
+    )
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    if done.returncode and not (tmp_path / "chaos.json").exists() and "mount" in done.stderr.splitlines()[0]:
+        pytest.skip(done.stderr)
+    report = json.loads((tmp_path / "chaos.json").read_text())
+    assert done.returncode == 0, json.dumps(report, indent=2)
+    assert report["faults"].keys() == {"hang", "pause", "disk"}
 
 
 @pytest.mark.slow

@@ -1,0 +1,35 @@
+"""Benchmarks that no other test runs, each in its smallest form: its figures mean nothing, but it cannot rot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALLEST = {
+    "engine_thread": "--sequences 8 --contexts 64 --steps 5",
+    "fuzz": "--topology EPD --requests 60 --frames 20",
+    "gateway": "--rounds 1",
+    "request_path": "",
+    "soak": "--seconds 20 --period 5",
+    "switches": "--requests 12 --switches 2",
+    "topologies": "--rounds 1 deploy/cpu-epd.yaml",
+    "transfer": "--tiny",
+}
+#: Too short for this part of its verdict.
+NOT_JUDGED = {"soak": "growth"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_benchmark_runs_and_writes_its_result(name: str, tmp_path: Path) -> None:
+    output = tmp_path if name == "transfer" else tmp_path / f"{name}.json"
+    command = [sys.executable, "-m", f"benchmarks.{name}", *SMALLEST[name].split(), "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert all(json.loads(file.read_text()) for file in tmp_path.glob("*.json"))
+    assert list(tmp_path.glob("*.json"))
