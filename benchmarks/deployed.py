@@ -32,6 +32,7 @@ async def deployed(
     *,
     dtype: str = "float32",
     baselines: Mapping[str, Any] | None = None,
+    slo: dict[str, float] | None = None,
 ) -> AsyncIterator[LocalDeployment]:
     """A deployment on free ports; one compute thread for each instance unless ``instances`` says more.
 
@@ -43,6 +44,7 @@ async def deployed(
         served_model_name="benchmark",
         dtype=dtype,
         gateway={"port": 0},
+        slo=slo or {},
         instances={"base_port": 0, "threads": 1, **instances},
     )
     with ablated(**(baselines or {})):

@@ -71,6 +71,7 @@ def _lacks(device_name: str, way: str) -> str:
         transport = _transport(device_name, way)
     except ValueError as error:
         return str(error)
+    assert not isinstance(transport, EmbeddedTransport)
     try:
         if are_reached(get_device(device_name), transport):
             return ""

@@ -90,7 +90,7 @@ def expected(path: Path, texts: list[str]) -> tuple[list[str], list[float]]:
     torch.set_num_threads(2)
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    answers, seconds = [], []
+    answers, seconds = list[str](), list[float]()
     for text in texts:
         ids = torch.tensor([_chat(tokenizer, text)])
         began = time.monotonic()

@@ -11,12 +11,12 @@ from epd_serve.verify.items import asked, clip, noise, sound
 from epd_serve.verify.traffic import Outcome, Request, Traffic
 
 _NUM_MEDIA = 24
+_COLORS = ("red", "green", "blue", "yellow", "white", "black")
 MEDIA: dict[str, Callable[[int], Any]] = {
     "picture": noise,
     "video": lambda number: clip([_COLORS[number % 6], _COLORS[number // 6]], num_frames=4),
     "sound": lambda number: sound(200.0 + 50 * number),
 }
-_COLORS = ("red", "green", "blue", "yellow", "white", "black")
 _QUESTIONS = (
     "What color is the circle?",
     "What is in the picture?",

@@ -218,7 +218,7 @@ def run(names: Sequence[str], peers: Peers) -> int:
     def start(name: str, logs: Path) -> Any:
         logs.mkdir(parents=True)
         made = SERVERS[name]
-        return ours(*made, peers, logs) if isinstance(made, tuple) else made(peers, logs)
+        return ours(made[0], made[1], peers, logs) if isinstance(made, tuple) else made(peers, logs)
 
     if "vLLM alone" in names:
         with start("epd-serve, native, EPD", scratch / "reference-native") as server:

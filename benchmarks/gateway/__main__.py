@@ -193,7 +193,7 @@ def table(report: dict[str, Any]) -> str:
         ("unsent", "Requests that the load generator could not send: all its connections waited for answers"),
     ):
         lost = [cell for cell in cells if any(figure(cell, name, what) for name in names)]
-        section(title, lost, lambda cell, name, what=what: figure(cell, name, what))  # type: ignore[misc]
+        section(title, lost, lambda cell, name, what=what: figure(cell, name, what))
     peak = {name: max((figure(cell, name, "rss_mib") or 0) for cell in cells) for name in names}
     lines += ["", "**Resident memory, MiB**", "", ", ".join(f"{name} {value:.0f}" for name, value in peak.items())]
     return "\n".join(lines) + "\n"

@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import CodeType
 
 _PACKAGES = ("epd_serve", "proxy", "device")
-_entries: dict[tuple[int, object], int] = {}
+_entries: dict[tuple[int, CodeType], int] = {}
 _recording = False
 
 
