@@ -6,8 +6,8 @@ process are destroyed; needs root), ``full`` (/dev/shm is full for some seconds)
 beside the logs for as long as a pause takes). The last two need a small /dev/shm and a file system for the logs::
 
     truncate -s 256M DISK && mkfs.ext4 -q DISK
-    unshare --mount sh -c 'mount -t tmpfs -o size=512m none /dev/shm && mount -o loop DISK ~/.local/state &&
-        python -m benchmarks.chaos ...'
+    unshare --mount sh -c 'mount -t tmpfs -o size=512m none /dev/shm && mount -o loop DISK DIRECTORY &&
+        EPD_SERVE_LOG_DIR=DIRECTORY python -m benchmarks.chaos ...'
 
 With ``--streams`` all are long streams of patient clients, one instance of each role is left alone while another
 is started again, and at least 99 % of the streams have to be complete.
@@ -149,18 +149,12 @@ class Chaos(Traffic):
                     os.posix_fallocate(file.fileno(), 0, shutil.disk_usage("/dev/shm").free)
                     await asyncio.sleep(self.rng.uniform(0.5, 3.0))
             case "disk":
-                await self._freeze(self.rng.uniform(0.1, HANG_TIMEOUT_S / 2))
+                mount = shlex.quote(_mount_of_its_own(self.deployment.log_dir))
+                seconds = self.rng.uniform(0.1, HANG_TIMEOUT_S / 2)
+                # by another process: this one writes there too
+                await _run("sh", "-c", f"fsfreeze -f {mount} && sleep {seconds:.2f}; fsfreeze -u {mount}")
         self.injected[fault] += 1
         return {pid} if fault in ("kill", "hang") else set()
-
-    async def _freeze(self, seconds: float) -> None:
-        """Let writes to the file system of the logs wait."""
-        mount = _mount_of_its_own(self.deployment.log_dir)
-        await _run("fsfreeze", "--freeze", mount)
-        try:
-            await asyncio.sleep(seconds)
-        finally:
-            await _run("fsfreeze", "--unfreeze", mount)
 
     async def settle(self) -> None:
         """Wait until all have started again, and until nothing is held; what stays held is a leak."""

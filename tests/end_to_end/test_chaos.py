@@ -55,12 +55,13 @@ def test_no_answer_is_wrong_while_the_only_instances_stop_and_the_disk_stalls(tm
     options = "--topology E-P-D --requests 60 --interval 2 --faults hang pause disk"
     script = (
         "truncate -s 64M disk && mkfs.ext4 -q disk && mount -o loop disk logs && "
-        f"cd {ROOT} && XDG_STATE_HOME={tmp_path}/logs "
+        f"cd {ROOT} && EPD_SERVE_LOG_DIR={tmp_path}/logs "
         f"{sys.executable} -m benchmarks.chaos {options} --output {tmp_path}/chaos.json"
     )
     done = subprocess.run(["unshare", "--mount", "sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
     if done.returncode and not (tmp_path / "chaos.json").exists() and "mount" in done.stderr.splitlines()[0]:
         pytest.skip(done.stderr)
+    assert (tmp_path / "chaos.json").exists(), done.stderr
     report = json.loads((tmp_path / "chaos.json").read_text())
     assert done.returncode == 0, json.dumps(report, indent=2)
     assert report["faults"].keys() == {"hang", "pause", "disk"}
