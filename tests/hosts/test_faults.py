@@ -55,6 +55,24 @@ async def test_a_cut_of_half_a_lease_ends_none(running: Any) -> None:
     await running.ready(*names)
 
 
+async def test_lost_packets_change_no_answer(running: Any, long_text: Any) -> None:
+    """One in a hundred is lost, and each host's clock differs."""
+    right = (
+        (await running.ask(TEXT))[1],
+        (await running.ask(picture(7)))[1],
+        (await running.stream(long_text)).text,
+    )
+    running.hosts.shape(loss=0.01)
+    for _ in range(3):
+        texts = await asyncio.gather(*(running.ask(TEXT) for _ in range(8)))
+        pictures = await asyncio.gather(*(running.ask(picture(7)) for _ in range(4)))
+        assert {one[:2] for one in texts} == {(200, right[0])}
+        assert {one[:2] for one in pictures} == {(200, right[1])}
+    streams = await asyncio.gather(*(running.stream(long_text) for _ in range(3)))
+    running.hosts.shape(loss=0.0)
+    assert {one.text for one in streams} == {right[2]}
+
+
 async def test_texts_go_to_the_d_that_p_can_reach(running: Any) -> None:
     """The gateway sees both hosts, which do not see each other."""
     right = (await running.ask(TEXT))[1]

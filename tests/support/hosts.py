@@ -38,7 +38,7 @@ class Host:
 
     async def start(self, name: str, command: Sequence[str], **environment: str) -> asyncio.subprocess.Process:
         """Run ``python -P -m MODULE ARGUMENTS`` on it; ``command`` is from MODULE on."""
-        enter = ("nsenter", "-t", str(self.pid), "--net", "--pid", "--mount", "--ipc", "--uts")
+        enter = ("nsenter", "-t", str(self.pid), "--net", "--pid", "--mount", "--ipc", "--uts", "--time")
         with (self.log_dir / f"{name}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *(*enter, sys.executable, "-P", "-m", *command),
@@ -123,6 +123,7 @@ async def hosts(names: Sequence[str], log_dir: Path) -> AsyncIterator[Hosts]:
             first = f"mount -t tmpfs tmpfs /dev/shm; hostname {name}; echo; exec sleep infinity"
             process = await asyncio.create_subprocess_exec(
                 *("unshare", "--net", "--pid", "--mount", "--ipc", "--uts", "--fork", "--kill-child"),
+                *("--time", "--monotonic", str(1000 * index)),  # as on machines that started at different times
                 *("--mount-proc", "sh", "-c"),
                 first,
                 stdout=asyncio.subprocess.PIPE,
