@@ -7,11 +7,13 @@ import argparse
 import base64
 import io
 import json
+import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +23,7 @@ import psutil
 from PIL import Image
 
 from epd_serve.cost.profile import Profile
+from epd_serve.launch.processes.forking import HEAP_TUNABLES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -104,36 +107,51 @@ def greedy_chat(text: str, urls: Sequence[str] = (), *, max_tokens: int, **field
     return {"messages": [user_message(text, urls)], **sampling, **fields}
 
 
-class JsonProcess:
-    """A process that reads a line of JSON and answers with one; other lines are what libraries print."""
+class Worker:
+    """An engine's process, which reads cases as lines of JSON and answers with their times.
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: IO[str] | None = None) -> None:
+    Attributes:
+        failure: the reason why it runs no more cases.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], threads: int) -> None:
+        self.name = name
+        self.failure: str | None = None
+        self._log: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        environment = {"GLIBC_TUNABLES": HEAP_TUNABLES, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment,
+            env=os.environ | environment | {"OMP_NUM_THREADS": str(threads)},
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log,
+            stderr=self._log,
         )
-        self.pid = self._process.pid
+        self._answer()
 
-    def answer(self) -> dict[str, Any] | None:
-        """The next answer; None where the process has ended."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        return None
-
-    def ask(self, question: dict[str, Any]) -> dict[str, Any] | None:
+    def ask(self, **case: Any) -> dict[str, Any] | None:
+        """Times of a case; None where the engine has failed."""
+        if self.failure is not None:
+            return None
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.write(json.dumps(case) + "\n")
         self._process.stdin.flush()
-        return self.answer()
+        return self._answer()
 
     def close(self) -> None:
         with self._process:  # closes its pipes, which ends it, and waits
             pass
+        self._log.close()
+
+    def _answer(self) -> dict[str, Any] | None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):  # others are what libraries print
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        self._log.seek(0)
+        lines = self._log.read().strip().splitlines()
+        self.failure = lines[-1][:200] if lines else "it ended without a word"
+        print(f"{self.name} takes no part: {self.failure}", flush=True)
+        return None

@@ -40,6 +40,16 @@ from epd_serve.models.tower import Tower
 ENGINE_SHAPES = ("Qwen2.5-VL-7B",)
 
 
+def image_inputs(batch: int, grid: list[int], width: int) -> dict[str, Tensor]:
+    """Random patches of ``batch`` images of (frames, rows, columns) patches, ``width`` numbers each."""
+    generator = torch.Generator().manual_seed(0)
+    patches = batch * grid[0] * grid[1] * grid[2]
+    return {
+        "pixel_values": torch.randn(patches, width, generator=generator),
+        "image_grid_thw": torch.tensor([grid] * batch),
+    }
+
+
 def measure_shape(
     path: Path, device: Device, limits: Mapping[str, float], *, tiny: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.common import argument_parser
@@ -25,14 +24,11 @@ from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import LanguageStream
 from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, TokenEvent
 from epd_serve.engine.kv_memory import KVMemory
-from epd_serve.engine.sampling.sampler import PromptLogprobs
 from epd_serve.engine.step import StepRunner
-from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.engine.step_loop import StepLoop
 from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
-from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import KVLayout
 from epd_serve.sched.schedule import Budget
 from epd_serve.sched.sequence import Sequence
@@ -42,26 +38,6 @@ from epd_serve.types import SamplingParams
 BLOCK_SIZE = 16
 MAX_TOKENS = 16_384
 MAX_TOKENS_PER_STEP, MAX_NUM_SEQS = 4096, 256
-
-
-class TimedRunner(StepRunner):
-    """Adds up the seconds of the model's own work, on the clock of the calling thread's processor time."""
-
-    model_s = 0.0
-    steps = 0
-
-    def compute(
-        self,
-        inputs: StepInputs,
-        on_layer: Callable[[int], None] | None = None,
-        fed: Tensor | None = None,
-        logprobs: PromptLogprobs | None = None,
-    ) -> Tensor:
-        start = time.thread_time()
-        logits = super().compute(inputs, on_layer, fed, logprobs)
-        self.model_s += time.thread_time() - start
-        self.steps += 1
-        return logits
 
 
 class NativeEngine:
@@ -82,7 +58,7 @@ class NativeEngine:
         self._transport = EmbeddedTransport(path="shm")
         memory = KVMemory(layout, num_blocks, device, self._transport)
         kv = memory.tensor.zero_()  # its pages are the system's to clear when first written: not during a case
-        self.runner = TimedRunner(
+        self.runner = StepRunner(
             model,
             device,
             kv,
@@ -145,32 +121,14 @@ def random_prompts(batch: int, length: int, vocabulary: int) -> list[list[int]]:
     return tokens
 
 
-def image_inputs(batch: int, grid: list[int], width: int) -> dict[str, Tensor]:
-    """Random patches of ``batch`` images of (frames, rows, columns) patches, ``width`` numbers each."""
-    generator = torch.Generator().manual_seed(0)
-    patches = batch * grid[0] * grid[1] * grid[2]
-    return {
-        "pixel_values": torch.randn(patches, width, generator=generator),
-        "image_grid_thw": torch.tensor([grid] * batch),
-    }
-
-
-def timed(call: Callable[[], int]) -> dict[str, Any]:
-    """The call's result, as ``tokens``, and its seconds."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    tokens = call()
-    return {"tokens": tokens, "wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-
-
-def serve(calls: dict[str, Callable[..., dict[str, Any]]]) -> None:
-    """Answer lines of ``{"stage": ..., **arguments}`` with the times of that call until the input ends."""
+def serve(generate: Callable[..., None]) -> None:
+    """Answer lines of ``{"batch": ..., "prompt": ..., "tokens": ...}`` with that call's times."""
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         case = json.loads(line)
-        call = calls[case.pop("stage")]
         wall, cpu = time.perf_counter(), time.process_time()
-        extra = call(**case)
-        result = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, **extra}
+        generate(**case)
+        result = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
         print(json.dumps(result), flush=True)
 
 
@@ -192,20 +150,11 @@ def main() -> None:
 def serve_native(model: Path, vocabulary: int, dtype: torch.dtype) -> None:
     device = get_device("cpu")
     engine = NativeEngine(model, device, dtype)
-    tower = Tower(model, dtype, device) if hasattr(AutoConfig.from_pretrained(model), "vision_config") else None
 
-    def generate(batch: int, prompt: int, tokens: int) -> dict[str, Any]:
-        runner = engine.runner
-        runner.model_s, runner.steps = 0.0, 0
+    def generate(batch: int, prompt: int, tokens: int) -> None:
         engine.generate(random_prompts(batch, prompt, vocabulary), tokens)
-        return {"model_cpu_s": runner.model_s, "steps": runner.steps}
 
-    def encode(batch: int, grid: list[int], width: int) -> dict[str, Any]:
-        images = [image_inputs(1, grid, width) for _ in range(batch)]
-        assert tower is not None, "the model has no tower"
-        return timed(lambda: sum(map(len, tower.encode(images))))
-
-    serve({"generate": generate, "encode": encode})
+    serve(generate)
     engine.close()
 
 
@@ -216,7 +165,7 @@ def serve_transformers(path: Path, vocabulary: int, dtype: torch.dtype) -> None:
     model.generation_config.eos_token_id = None
 
     @torch.inference_mode()
-    def generate(batch: int, prompt: int, tokens: int) -> dict[str, Any]:
+    def generate(batch: int, prompt: int, tokens: int) -> None:
         ids = torch.tensor(random_prompts(batch, prompt, vocabulary))
         model.generate(
             input_ids=ids,
@@ -226,15 +175,8 @@ def serve_transformers(path: Path, vocabulary: int, dtype: torch.dtype) -> None:
             do_sample=False,
             pad_token_id=0,
         )
-        return {}
 
-    @torch.inference_mode()
-    def encode(batch: int, grid: list[int], width: int) -> dict[str, Any]:
-        inputs = image_inputs(batch, grid, width)
-        inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
-        return timed(lambda: sum(map(len, model.get_image_features(**inputs, return_dict=True).pooler_output)))
-
-    serve({"generate": generate, "encode": encode})
+    serve(generate)
 
 
 if __name__ == "__main__":

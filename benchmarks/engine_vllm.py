@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 
@@ -54,7 +53,7 @@ def main() -> None:
     # pages of the cache are the system's to clear when first written: for all engines before the first case
     llm.collective_rpc(lambda worker: [cache.zero_() for cache in worker.model_runner.kv_caches] and None)
 
-    def generate(batch: int, prompt: int, tokens: int) -> dict[str, Any]:
+    def generate(batch: int, prompt: int, tokens: int) -> None:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(16, arguments.vocabulary, (batch, prompt), generator=generator).tolist()
         llm.generate(
@@ -62,38 +61,14 @@ def main() -> None:
             SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False),
             use_tqdm=False,
         )
-        return {}
 
-    def encode(batch: int, grid: list[int], width: int) -> dict[str, Any]:
-        """The tower alone, over patches [batch * frames * rows * columns, width]."""
-        frames, rows, columns = grid
-        pixels = torch.randn(batch * frames * rows * columns, width, dtype=torch.bfloat16)
-        grids = [list(grid)] * batch
-
-        def run(model: Any) -> dict[str, Any]:
-            wall, cpu = time.perf_counter(), time.process_time()
-            with torch.inference_mode():
-                features = model.visual(pixels, grids)
-            return {
-                "tokens": len(features),
-                "wall_s": time.perf_counter() - wall,
-                "cpu_s": time.process_time() - cpu,
-            }
-
-        result: dict[str, Any] = llm.apply_model(run)[0]
-        return result
-
-    calls: dict[str, Callable[..., dict[str, Any]]] = {"generate": generate, "encode": encode}
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         case = json.loads(line)
-        call = calls[case.pop("stage")]
         wall, cpu = time.perf_counter(), time.process_time()
-        extra = call(**case)
-        print(
-            json.dumps({"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, **extra}),
-            flush=True,
-        )
+        generate(**case)
+        times = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+        print(json.dumps(times), flush=True)
 
 
 if __name__ == "__main__":

