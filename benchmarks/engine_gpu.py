@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.engine_native import image_inputs
 from benchmarks.gpu_timing import empty_cache, never_waiting, num_launches
 from device.base import Device
 from epd_serve.engine.prefill_graphs import prefill_graph_sizes
