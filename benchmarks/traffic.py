@@ -39,7 +39,7 @@ _SPECIAL: tuple[dict[str, Any], ...] = (
         "tools": [{"type": "function", "function": {"name": "count_shapes", "parameters": _SCHEMA}}],
         "tool_choice": {"type": "function", "function": {"name": "count_shapes"}},
     },
-    {"n": 3, "temperature": 0.8, "seed": 7},
+    {"n": 3},
 )
 
 
