@@ -310,7 +310,7 @@ def main() -> int:
         "--media", nargs="+", choices=MEDIA, default=["picture"], help="those that the model takes"
     )
     parser.add_argument("--streams", action="store_true", help="long streams of patient clients alone")
-    parser.add_argument("--output", type=Path, default=RESULTS / "chaos-cpu.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "chaos.json")
     arguments = parser.parse_args()
     return publish(asyncio.run(run(arguments)), arguments.output)
 
