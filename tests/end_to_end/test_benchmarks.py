@@ -19,7 +19,7 @@ SMALLEST = {
     "soak": "--seconds 12 --period 4 --distinct 30",
     "switches": "--requests 12 --switches 2",
     "topologies": "--rounds 1 deploy/cpu-epd.yaml",
-    "transfer": "--tiny",
+    "transfer": "table3 --tiny",
 }
 
 

@@ -38,8 +38,15 @@ def decoders() -> list[int]:
         for server in _servers()
         if server.pid not in _others
         for worker in server.children()
-        if worker.status() != psutil.STATUS_ZOMBIE
+        if _is_alive(worker)
     ]
+
+
+def _is_alive(worker: psutil.Process) -> bool:
+    try:
+        return bool(worker.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:  # it has ended since it was listed
+        return False
 
 
 def _servers() -> list[psutil.Process]:
