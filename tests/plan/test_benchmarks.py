@@ -56,4 +56,4 @@ def test_bounds_are_compared_for_every_load(side: int) -> None:
     ],
 )
 def test_tables_come_from_committed_results(rows: Callable[[], int]) -> None:
-    assert rows() > 2
+    assert rows() > 0
