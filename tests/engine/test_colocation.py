@@ -17,5 +17,6 @@ def test_decodes_before_the_tower_keep_their_time_per_token(kind: str) -> None:
 
 
 def test_streams_of_an_npu_have_no_priorities() -> None:
-    none, priority = (emulate("ascend-910b3", mode) for mode in ("none", "priority"))
-    assert none == priority
+    alone, none, priority, share = (emulate("ascend-910b3", mode) for mode in ("alone", *MODES))
+    assert none == priority and none["tpot_ms"] > 1.05 * alone["tpot_ms"]
+    assert share["tpot_ms"] == pytest.approx(alone["tpot_ms"])

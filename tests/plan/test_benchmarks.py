@@ -42,7 +42,10 @@ def test_bounds_are_compared_for_every_load(side: int) -> None:
     [
         pytest.param(lambda: len(list(verify_field.tables())), id="verify_field"),
         pytest.param(lambda: gateway_table(kept("gateway-cpu.json")).count("\n"), id="gateway"),
-        pytest.param(lambda: len(verdicts(kept("plan-emulated.json")["cells"])), id="plan_emulated"),
+        pytest.param(
+            lambda: sum(one["topologies"] for one in verdicts(kept("plan-emulated.json")["cells"])),
+            id="plan_emulated",
+        ),
         *(
             pytest.param(
                 lambda name=name: transfer_reports.TABLES[name](kept(f"transfer-{name}.json")).row_count, id=name
@@ -56,4 +59,4 @@ def test_bounds_are_compared_for_every_load(side: int) -> None:
     ],
 )
 def test_tables_come_from_committed_results(rows: Callable[[], int]) -> None:
-    assert rows() > 0
+    assert rows() > 2
