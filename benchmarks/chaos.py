@@ -94,14 +94,18 @@ class Chaos(Traffic):
         self.leaks: dict[str, Any] = {}
 
     async def run(self, requests: Sequence[Request], concurrency: int) -> None:
-        """Ask all requests under faults; again, until at least one process of each kind was killed."""
+        """Ask all requests under faults; again, until at least one process of each kind was killed, if any is."""
         kinds = {kind_of(process.spec.name) for process in self.deployment.processes} - {"gateway"}
+        if not {"kill", "hang"} & {*self.faults}:
+            kinds = set()
         killing = asyncio.create_task(self.inject())
         try:
-            while not kinds <= {kind_of(name) for name in self.kills}:
+            while True:
                 await self.ask_all(requests, concurrency)
                 if killing.done():
                     killing.result()
+                if kinds <= {kind_of(name) for name in self.kills}:
+                    return
         finally:
             killing.cancel()
             await asyncio.gather(killing, return_exceptions=True)

@@ -47,7 +47,20 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 #: What an image with torch and transformers may lack.
-WHEELS = ("blake3", "httptools", "msgspec", "psutil", "pydantic", "ruamel.yaml", "uvicorn")
+WHEELS = (
+    *(
+        "aiohttp",
+        "blake3",
+        "fastapi",
+        "httptools",
+        "msgspec",
+        "prometheus_client",
+        "psutil",
+        "pybase64",
+        "pydantic",
+    ),
+    *("rich", "ruamel.yaml", "typer", "uvicorn", "uvloop", "yarl"),
+)
 _OTHERS = ("torch", "torchvision", "triton", "transformers", "pytest", "hypothesis", "numpy", "PIL")
 #: Plugins of the full test environment may be missing, and libraries of a vendor warn.
 PYTEST = (

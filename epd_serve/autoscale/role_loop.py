@@ -144,5 +144,5 @@ def _plan_command(config: DeploymentConfig, image_tokens: int) -> str:
     return (
         f"epd-serve plan --workload trace:{trace} --devices devices.yaml "
         f"--slo ttft={slo.ttft_ms:g},tpot={slo.tpot_ms:g} --image-tokens {image_tokens} -o plan.yaml, "
-        "then epd-serve apply plan.yaml --topology-only"
+        "then epd-serve apply --topology with the topology of plan.yaml"
     )

@@ -277,7 +277,7 @@ class VllmInstance(HttpServer):
         timeout_s += _CALL_S * self._num_calls
         try:
             async with asyncio.timeout(timeout_s):
-                await self._get(self, "/health")
+                await self.ask("GET", "/health")
         except TimeoutError as error:
             raise StageTimeout(f"instance {self.name} does not answer within {timeout_s:g} s") from error
         is_busy = self._seen is not None and self._seen.num_running

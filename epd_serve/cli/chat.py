@@ -43,7 +43,10 @@ def chat(
     pictures, messages = [_picture(str(file)) for file in image or ()], list[dict[str, Any]]()
     url = (base_url or running_url(deployment)).rstrip("/").removesuffix("/v1")
     with _open(url, "/v1/models") as answer:
-        model = model or str(json.load(answer)["data"][0]["id"])
+        names = [str(one["id"]) for one in json.load(answer)["data"]]
+    if model is None and len(names) != 1:
+        raise ValueError(f"--model is missing; the server has {', '.join(names) or 'no model'}")
+    model = model or names[0]
     is_terminal, num_errors = sys.stdin.isatty(), 0
     if is_terminal:
         import readline  # noqa: F401  # arrow keys and history

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,13 @@ On = Annotated[
     str | None,
     typer.Option(metavar="ray[=ADDRESS]", help="A Ray cluster: this machine's, RAY_ADDRESS's, or a head's."),
 ]
+
+
+def writable(path: Path | None) -> Path | None:
+    """Return the path of a file to write later. Raises ValueError unless its directory can be written."""
+    if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{path} cannot be written: directory {path.parent} does not exist or is read-only")
+    return path
 
 
 def ray_address(on: str) -> str:

@@ -13,6 +13,7 @@ from epd_serve.cli.flags import model_of
 from epd_serve.config import DeploymentConfig, InstanceOptions, change_config, load_config
 from epd_serve.errors import needs_native
 from epd_serve.imports import uncollected
+from epd_serve.protocol.addresses import server_of
 from epd_serve.types import Role
 
 
@@ -70,6 +71,8 @@ def instance(
     options: Annotated[str | None, typer.Option(help="All options as JSON.", hidden=True)] = None,
 ) -> None:
     """Run one instance, or with --unit all that share a device, as 'epd-serve up' does."""
+    for url in join or ():
+        server_of(url)
     if unit is not None:
         if config is None or (name is None) == (replica is None):
             raise ValueError("--unit needs --config FILE, and --name or --replica, as in --unit 0 --name e-1")

@@ -8,6 +8,8 @@ from typing import Annotated, Literal, cast, get_args
 
 import typer
 
+from epd_serve.cli.flags import writable
+
 StrategyName = Literal["enumerate", "tpe"]
 
 
@@ -47,7 +49,8 @@ def plan(
     seed: int = 0,
     image_tokens: Annotated[int, typer.Option(min=0, help="Tokens of an image in an access log.")] = 0,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File for the resulting deployment.")
+        Path | None,
+        typer.Option("--output", "-o", help="File for the resulting deployment.", callback=writable),
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the ranking of plans.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -69,8 +72,6 @@ def plan(
         raise ValueError(f"--order {unknown[0]} is unknown; known: {', '.join(known)}")
     if "slack" in orders and goal.ttft_s is None:
         raise ValueError("the order slack needs a TTFT limit, as in --slo ttft=2000")
-    if output is not None and not output.parent.is_dir():
-        raise ValueError(f"-o {output}: directory {output.parent} does not exist")
     load = read_load(workload, rate=rate, count=requests, seed=seed, tokens_of_image=image_tokens)
 
     def plans(*, fewer: bool) -> list[Candidate]:

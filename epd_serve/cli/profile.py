@@ -7,12 +7,13 @@ from typing import Annotated, Literal
 
 import typer
 
+from epd_serve.cli.flags import writable
 from epd_serve.config import model_path
 from epd_serve.errors import needs_native
 
 
 def profile(
-    out: Annotated[Path, typer.Argument(help="The JSON file to write.")],
+    out: Annotated[Path, typer.Argument(help="The JSON file to write.", callback=writable)],
     model: Annotated[str, typer.Option(help="'demo', a model's directory, or its name on the hub.")] = "",
     device: Annotated[str, typer.Option(help="cpu, cuda:0, npu:0 ...")] = "cpu",
     dtype: Annotated[

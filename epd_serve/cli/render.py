@@ -21,7 +21,7 @@ def kubernetes(
     namespace: Annotated[str | None, typer.Option(help="Override that of --values.")] = None,
     image: Annotated[str | None, typer.Option(help="Image of the instances; overrides that of --values.")] = None,
     values: Annotated[
-        Path | None, typer.Option(help="YAML file with claims, resources, KEDA: see the guide.")
+        Path | None, typer.Option(help="YAML file with claims, resources and more: see the guide.")
     ] = None,
 ) -> None:
     """Print Kubernetes manifests for 'kubectl apply -f -'."""

@@ -9,11 +9,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from epd_serve.cli.flags import writable
+
 
 def trace(
     directory: Annotated[Path, typer.Argument(help="Directory named by 'trace' in the deployment file.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write everything to one file for ui.perfetto.dev.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Write everything to one file for ui.perfetto.dev.", callback=writable
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from epd_serve.cli.flags import BaseUrl
+from epd_serve.cli.flags import BaseUrl, writable
 
 
 def verify(
@@ -18,7 +18,10 @@ def verify(
     check: Annotated[list[str] | None, typer.Option(help="A single check, by its name in --list.")] = None,
     reference: Annotated[str, typer.Option(help="URL of a monolithic server of the same model.")] = "",
     record: Annotated[
-        Path | None, typer.Option(help="File of the reference's answers: read, or written with --reference.")
+        Path | None,
+        typer.Option(
+            help="File of the reference's answers: read, or written with --reference.", callback=writable
+        ),
     ] = None,
     admin: Annotated[
         list[str] | None,

@@ -111,6 +111,8 @@ def analytic_profile(shape: ModelShape, device: DeviceSpec, tensor_parallel: int
         num_layers=shape.language.num_kv_layers,
         pixels_per_token=0 if shape.vision is None else shape.vision.pixels_per_token,
         tokens_per_image=None if shape.vision is None else shape.vision.tokens_per_image,
+        min_pixels=1 if shape.vision is None else shape.vision.min_pixels,
+        max_pixels=1 << 31 if shape.vision is None else shape.vision.max_pixels,
         link_bytes_per_s=device.link_bytes_per_s,
     )
 

@@ -221,6 +221,8 @@ class Applier:
         write_role_settings(record.directory, plan.config.settings_by_role())
         doing: Step | str = ""
         try:
+            if old.elastic is not None:  # it would switch roles meanwhile
+                await self._supervisor.remove("autoscale")
             for number, doing in enumerate(plan.steps, start=1):
                 say(f"step {number} of {len(plan.steps)}: {doing}")
                 async with asyncio.timeout(_STEP_S):
@@ -234,6 +236,7 @@ class Applier:
         except (AdminRefused, ProcessDied, TimeoutError, OSError) as error:
             kept = {"gateway": old.gateway, "slo": old.slo}
             record.config = plan.config.model_copy(update=kept) if doing == _REPLACE_GATEWAY else old
+            write_role_settings(record.directory, record.config.settings_by_role())
             record.read_roles()
             record.write_gateway_file()  # the old gateway reads it when it is restarted
             now = ", ".join(f"{name} ({one.role})" for name, one in record.live.items())
@@ -241,6 +244,9 @@ class Applier:
                 f"{doing} failed: {str(error) or 'it took too long'}\nThe deployment keeps serving with {now}; "
                 "apply a file again to continue from there"
             ) from error
+        finally:
+            if old.elastic is not None:
+                await self._supervisor.add(record.autoscale(), _STEP_S)
 
     async def _carry_out(self, step: Step, plan: Plan) -> None:
         record, order = self._record, {"deadline_s": _STEP_S, "patience_s": _PATIENCE_S}

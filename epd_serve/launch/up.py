@@ -58,18 +58,23 @@ async def run_up(
     """Start the deployment, show its progress and first commands, and run it until a signal or a death.
 
     ``reasons``: the choices made for the user; ``writer``: pipe to the process at the terminal (``--detach``).
-    Returns the exit code: 0 after a signal, 1 after a final death. A second signal kills everything. Raises
-    ValueError for a taken port or a missing model.
+    Returns the exit code: 0 after a signal, 1 after a final death. A SIGINT after a signal kills everything.
+    Raises ValueError for a taken port or a missing model.
     """
     terminal = Terminal()
     for line in (*reasons, *(f"note: {note}" for note in notes(config))):
         terminal.say(line)
     stop = asyncio.Event()
     deployment = ShownDeployment(config, file, terminal)
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set() and number == signal.SIGINT:  # 'epd-serve down' may be run twice
+            deployment.kill()
+        stop.set()
+
     for number in _SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            handler = lambda: deployment.kill() if stop.is_set() else stop.set()  # noqa: E731
-            asyncio.get_running_loop().add_signal_handler(number, handler)
+            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     try:
         await deployment.start()
         await run_until(stop, deployment.wait_ready())

@@ -11,8 +11,8 @@ from statistics import fmean
 from epd_serve.cost.profile import Profile
 from epd_serve.plan.pools import Fleet, Pool
 from epd_serve.plan.space import Candidate
-from epd_serve.sim.simulator import Job, NoWay, Simulation, simulate
-from epd_serve.sim.spec import Batching, SimDeployment, SimInstanceSpec, build
+from epd_serve.sim.simulator import Job, Simulation, simulate
+from epd_serve.sim.spec import Batching, NoWay, SimDeployment, SimInstanceSpec, build
 from epd_serve.sim.workloads import SimRequest, at_rate
 from epd_serve.types import Stage
 

@@ -86,7 +86,7 @@ def _answer(evaluator: Evaluator, chosen: Evaluation, highest: Evaluation, rate:
     if rate is None:
         return [f"{capacity}."]
     if rate > highest.goodput:
-        devices = math.ceil(fleet.num_devices * rate / chosen.goodput)
+        devices = math.ceil(used * rate / chosen.goodput)
         return [f"{fleet} cannot serve {rate:g} requests/s: {capacity}. About {devices} such devices are needed."]
     answer = [f"{rate:g} requests/s fit: {capacity}.", _describe_latencies(evaluator, chosen, rate)]
     if chosen is not highest:

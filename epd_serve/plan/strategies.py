@@ -9,7 +9,7 @@ from typing import Any
 
 from epd_serve.plan.evaluate import PRECISION, Evaluation, Evaluator
 from epd_serve.plan.space import Candidate
-from epd_serve.sim.simulator import NoWay
+from epd_serve.sim.spec import NoWay
 
 #: Number of plans to simulate, starting from the highest bound.
 WIDTH = 5

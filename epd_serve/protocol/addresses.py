@@ -11,6 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from functools import lru_cache
 from typing import Any, ClassVar
+from urllib.parse import SplitResult, urlsplit
 
 from epd_serve.errors import ServeError
 
@@ -20,6 +21,14 @@ def url_of(host: str, port: int, *, tls: bool = False) -> str:
     scheme = "https" if tls else "http"
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"
+
+
+def server_of(url: str) -> SplitResult:
+    """Return the parts of a server's URL. Raises ValueError unless it is http(s) with a host."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError(f"{url!r} is not the URL of a server, as in 'http://10.0.0.1:9000'")
+    return parts
 
 
 def is_wildcard(host: str) -> bool:

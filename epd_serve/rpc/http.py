@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import aiohttp
 from yarl import URL
 
 from epd_serve.errors import InstanceLost, InstanceUnreachable, error_from_response
+from epd_serve.protocol.addresses import server_of
 from epd_serve.rpc import sockets
 from epd_serve.rpc.link import CERTIFICATE_NOT_ACCEPTED, MAX_BODY_BYTES, MAX_NOTE_BYTES
 from epd_serve.rpc.tls import TlsFiles
@@ -82,9 +82,7 @@ class HttpServer:
     """
 
     def __init__(self, name: str, url: str, pool: HttpPool, *, address: str | None = None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-            raise ValueError(f"{url!r} is not the URL of a server, as in 'http://10.0.0.1:9000'")
+        parts = server_of(url)
         self.name = name
         self.url = url.rstrip("/")
         self._pool = pool

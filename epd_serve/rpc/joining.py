@@ -44,7 +44,10 @@ async def join_all(
     try:
         async with asyncio.TaskGroup() as tasks:
             while True:
-                found = {(one, address) for one in admin_urls for address in await _addresses(one)}
+                found = set[tuple[str, str]]()
+                for one in admin_urls:
+                    before = {address for admin_url, address in running if admin_url == one}
+                    found |= {(one, address) for address in await _addresses(one) or before or _name(one)}
                 for gone in running.keys() - found:
                     running.pop(gone).cancel()
                 for admin_url, address in found - running.keys():
@@ -55,17 +58,21 @@ async def join_all(
         raise errors.exceptions[0] from None
 
 
+def _name(url: str) -> set[str]:
+    return {urlsplit(url).hostname or ""}
+
+
 async def _addresses(url: str) -> set[str]:
-    """Return the addresses of the URL's host if there are several, else its name."""
+    """Return the addresses of the URL's host, empty if they are not known now; the name of localhost."""
     parts = urlsplit(url)
-    try:
+    if parts.hostname == "localhost":
+        return _name(url)
+    with suppress(OSError, UnicodeError):
         found = await asyncio.get_running_loop().getaddrinfo(
             parts.hostname, parts.port or 80, type=socket.SOCK_STREAM
         )
-    except (OSError, UnicodeError):
-        return {parts.hostname or ""}
-    addresses = {str(at[0]) for _, _, _, _, at in found}
-    return {parts.hostname or ""} if len(addresses) < 2 or parts.hostname == "localhost" else addresses
+        return {str(at[0]) for _, _, _, _, at in found}
+    return set()
 
 
 async def keep_lease(

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cached_property
 from typing import Any, Self, cast
-from urllib.parse import urlsplit
 
 from epd_serve.errors import (
     InstanceLost,
@@ -19,6 +18,7 @@ from epd_serve.errors import (
     TooLarge,
     error_from_response,
 )
+from epd_serve.protocol.addresses import server_of
 from epd_serve.rpc import sockets
 from epd_serve.rpc.cluster import CallerGreeting, Endpoint, Service, address_text
 from epd_serve.rpc.messages import (
@@ -302,9 +302,7 @@ class Link:
         tls: TlsFiles | None = None,
         address: str | None = None,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is not the URL of an instance, as in 'http://10.0.0.1:9000'")
+        parts = server_of(url)
         self.name = name
         self.url = url.rstrip("/")
         self.key = key
@@ -413,7 +411,8 @@ class Link:
         except BaseException as error:
             transport.abort()
             if isinstance(error, TimeoutError):
-                raise LinkClosed(f"the server did not greet within {GREETING_S:g} s") from None
+                silent = self._unreachable(f"the server did not greet within {GREETING_S:g} s")
+                raise InstanceUnreachable(silent) from None
             if isinstance(error, OSError | EOFError):
                 reason = CLOSED if isinstance(error, EOFError) else str(error)
                 raise LinkClosed(f"{reason}; {CERTIFICATE_NOT_ACCEPTED}" if self.is_tls else reason) from error

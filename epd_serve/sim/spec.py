@@ -68,6 +68,10 @@ class SimInstanceSpec:
         return latency_limit_s(self.role, ttft_s=self.batching.ttft_s, tpot_s=self.batching.tpot_s)
 
 
+class NoWay(ValueError):
+    """A model does not fit."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimDeployment:
     """Instances behind one gateway."""
@@ -96,6 +100,8 @@ def build(
     Args:
         profile_of: returns the profile for a device name and a tensor-parallel width.
         assist: whether EPD instances assist the others.
+
+    Raises NoWay if an instance has no room for KV next to the weights.
     """
     placed = place(topology, devices)
     specs: list[SimInstanceSpec] = []
@@ -123,6 +129,8 @@ def build(
                 assists=assist and str(one.role) == "EPD",
             )
         )
+        if one.role.has_language_model and blocks < 8 + specs[-1].state_blocks:
+            raise NoWay(f"{one.name}: the weights leave no room for KV on {device}")
     return SimDeployment(instances=tuple(specs), routing=routing)
 
 

@@ -38,7 +38,7 @@ class AnnouncedFeatures:
         self._timeout_s = timeout_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._withdrawn: Tombstones[bool] = Tombstones()  # by request and feature
+        self._settled: Tombstones[bool] = Tombstones()  # by request and feature: no more news will come
         self._asked_at: dict[str, float] = {}
         self._arrivals: OrderedDict[str, float] = OrderedDict()
         self._news = threading.Event()
@@ -66,7 +66,7 @@ class AnnouncedFeatures:
             return True
         now = self._clock()
         with self._lock:
-            if f"{trace_id}>{mm_hash}" in self._withdrawn:
+            if f"{trace_id}>{mm_hash}" in self._settled:
                 return True
             waited_s = now - self._asked_at.setdefault(request_id, now)
         if waited_s < self._timeout_s:
@@ -118,12 +118,13 @@ class AnnouncedFeatures:
                 raise InstanceFailed(f"feature {event.mm_hash[:12]}: {error}") from error
         with self._lock:
             self._arrivals[owner] = self._clock()
+            self._settled.add(f"{event.request_id}>{event.mm_hash}", True)
         self._news.set()
 
     def withdraw(self, request_id: str, mm_hash: str) -> None:
         """Record that no instance sends this feature for this request."""
         with self._lock:
-            self._withdrawn.add(f"{request_id}>{mm_hash}", True)
+            self._settled.add(f"{request_id}>{mm_hash}", True)
         self._news.set()
 
     def _release_stale(self) -> None:

@@ -99,6 +99,18 @@ async def test_a_server_that_reads_a_burst_of_calls_may_answer_later(serving: An
             await calls.probe(0.2)
 
 
+async def test_a_silent_server_with_many_calls_is_not_taken_for_one_that_answers(
+    serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "INFO_TIMEOUT_S", 0.2)
+    async with serving() as server, instance(server) as calls:
+        await calls.info()
+        server.answers.clear()
+        calls._encodes |= dict.fromkeys(range(5), 1)
+        with pytest.raises(StageTimeout, match="does not answer within"):
+            await calls.probe(0.1)
+
+
 async def test_an_engine_that_stands_still_is_stuck(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "STUCK_S", 0.3)
     async with serving(running=1, tokens=5) as server, instance(server) as calls:

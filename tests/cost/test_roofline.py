@@ -34,3 +34,13 @@ def test_a_measured_profile_is_taken_as_it_was_measured(tmp_path):
     assert decode_s == measured.step_s(1, 1, 1000) and demand == UNKNOWN
     with pytest.raises(ValueError, match=r"is the profile of .*28 layers, but llava-1.5-7b has 32"):
         emulated_profile("llava-1.5-7b", str(path))
+
+
+@pytest.mark.parametrize("size", [(112, 112), (6000, 4000), (640, 480)])
+@pytest.mark.parametrize("model", ["qwen3-vl-8b", "qwen2.5-vl-7b", "llava-1.5-7b"])
+def test_tokens_of_images_stay_within_the_bounds_of_the_processor(model: str, size: tuple[int, int]) -> None:
+    shape = shape_of(model)
+    assert shape.vision is not None
+    expected = shape.vision.num_tokens(*size)
+    tokens = analytic_profile(shape, spec_of("h200")).image_tokens(size[0] * size[1])
+    assert tokens == pytest.approx(expected, rel=0.02)

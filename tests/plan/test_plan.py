@@ -173,6 +173,17 @@ def test_the_cheapest_sufficient_devices_are_chosen() -> None:
     assert "EPD on h200, EPD on rtx-4090" in told
 
 
+def test_cheap_devices_without_room_do_not_end_the_search() -> None:
+    shape = shape_of("llava-1.6-34b")
+    pools = (
+        Pool(device="rtx-4090", kind="cuda", count=1, price=3000, shape=shape),
+        Pool(device="a100", kind="cuda", count=1, first=1, price=15000, shape=shape),
+    )
+    mixed = Fleet(model="m", pools=pools, is_priced=True)
+    result = answered(judge_of(mixed, TEXT, count=60), 0.5)
+    assert result.chosen.candidate.devices(mixed)[0][1] == "cuda:1" and result.chosen.cost == 15000
+
+
 def test_cheap_devices_encode_for_expensive_ones() -> None:
     pools = (
         Pool(device="rtx-4090", kind="cuda", count=1, price=3000, shape=SHAPE),

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import socket
 
 import pytest
 from certificates import Authority
@@ -9,6 +10,7 @@ from gateway_settings import admin_plane, gateway_settings
 from servers import served
 
 from epd_serve.errors import Conflict
+from epd_serve.rpc import joining as joining_module
 from epd_serve.rpc.admin import AdminClient, AdminRefused
 from epd_serve.rpc.joining import join_all, keep_lease
 from proxy.fleet import Fleet, NoSuchInstance
@@ -188,6 +190,31 @@ async def test_an_instance_joins_over_tls_and_a_plain_url_is_refused(start, tmp_
         await admin.ask("POST", "/instances", {"name": "x0", "url": "http://127.0.0.1:9", "role": "EPD"})
     joining = asyncio.create_task(join_all([url], "late", "https://127.0.0.1:9", key, role="EPD", tls=tls))
     await gateway.until(lambda: gateway.table.get("late") is not None)
+    joining.cancel()
+    await asyncio.gather(joining, return_exceptions=True)
+    assert gateway.table.get("late") is None
+
+
+async def test_a_failed_lookup_ends_no_lease(start, monkeypatch):
+    monkeypatch.setattr(joining_module, "_RESOLVE_S", 0.05)
+    known, num_lookups = socket.getaddrinfo("127.0.0.1", 80, type=socket.SOCK_STREAM), 0
+
+    def look_up(host, *arguments, **options):
+        nonlocal num_lookups
+        num_lookups += 1
+        if num_lookups > 1:
+            raise socket.gaierror(socket.EAI_AGAIN, "try again")
+        return known
+
+    gateway = await start(admin=admin_plane(key="secret"), startup_wait_s=0)
+    url = gateway.app.state.admin_url.replace("127.0.0.1", "gateway.example")
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    key = {"authorization": "Bearer secret"}
+    joining = asyncio.create_task(join_all([url], "late", "http://127.0.0.1:9", key, role="EPD"))
+    await gateway.until(lambda: gateway.table.get("late") is not None)
+    record = gateway.table["late"]
+    await gateway.until(lambda: num_lookups > 4)
+    assert gateway.table.get("late") is record
     joining.cancel()
     await asyncio.gather(joining, return_exceptions=True)
     assert gateway.table.get("late") is None

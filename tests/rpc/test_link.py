@@ -374,7 +374,7 @@ async def test_a_server_that_sends_what_it_may_not_is_lost(then, why):
         (b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n", InstanceUntrusted, "another version"),
         (b"\0epd-link/9\n", InstanceUntrusted, "another version"),
         (b"SSH-2.0", InstanceUntrusted, "another version"),
-        (OPENING[:4], InstanceLost, "did not greet"),
+        (OPENING[:4], InstanceUnreachable, "did not greet"),
     ],
 )
 async def test_a_server_that_greets_otherwise_is_told_apart_from_a_dead_one(answer, error, why, monkeypatch):

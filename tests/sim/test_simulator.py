@@ -20,8 +20,8 @@ from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.cost.stages import Link
 from epd_serve.sim.device import Activity, Clock, SimDevice
-from epd_serve.sim.simulator import NoWay, Simulation, simulate
-from epd_serve.sim.spec import Batching, SimDeployment, build
+from epd_serve.sim.simulator import Simulation, simulate
+from epd_serve.sim.spec import Batching, NoWay, SimDeployment, build
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
 

@@ -139,6 +139,14 @@ def test_a_present_feature_is_kept_for_its_announced_request(peers: Peers) -> No
     peers.announced.check_integrity()
 
 
+def test_a_feature_that_arrived_and_was_evicted_is_not_waited_for(peers: Peers) -> None:
+    peers.announce("a", bytes(600))
+    assert peers.announced.hold("engine-r", "a")
+    peers.announced.forget("engine-r")
+    peers.announce("b", bytes(600))
+    assert peers.announced.is_settled("engine-s", "r", "a") and not peers.announced.hold("engine-s", "a")
+
+
 def test_waiting_ends_when_a_feature_arrives(peers: Peers) -> None:
     """So that vLLM need not step again and again for nothing."""
     for arrive in (lambda: peers.announce("a"), lambda: peers.announced.withdraw("r", "b")):

@@ -82,7 +82,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         except FileNotFoundError:  # removed since it was listed
             return False
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
         finally:
