@@ -308,7 +308,7 @@ class Link:
         self.key = key
         self.service: Service = service
         self.is_tls = parts.scheme == "https"
-        self._address = address or parts.hostname
+        self._address = address or parts.hostname or ""
         self._port = parts.port or (443 if self.is_tls else 80)
         self._tls_options: dict[str, Any] = {}
         if self.is_tls:

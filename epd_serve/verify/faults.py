@@ -22,11 +22,11 @@ FAULT_S = 2.5
 _STORM_FAULTS = 12
 #: Concurrent clients; streams that must be open before a fault, and the wait for them.
 CONCURRENCY, MIN_STREAMING, MID_STREAM_S = 12, 3, 10.0
-#: Regular expressions for the command line of a part's process, of our native engine or of vLLM.
+#: Regular expressions for the command line of a part's process, if it was not forked.
 _COMMAND_LINES = {
-    "E": '"role": "[EPD]*E|"ec_producer"|"ec_both"',
-    "P": '"role": "[EPD]*P|"kv_producer"|"kv_both"|"ec_consumer"',
-    "D": '"role": "[EPD]*D|"kv_consumer"|"kv_both"|"ec_consumer"[^ ]* --[^k]',
+    "E": '"role": ?"[EPD]*E|"ec_producer"|"ec_both"',
+    "P": '"role": ?"[EPD]*P|"kv_producer"|"kv_both"|"ec_consumer"',
+    "D": '"role": ?"[EPD]*D|"kv_consumer"|"kv_both"|"ec_consumer"[^ ]* --[^k]',
 }
 
 
@@ -71,7 +71,8 @@ def _find_process(part: str, up: str) -> str:
     if part == "router":
         return f"$(pgrep -P {up} -f 'epd_serve.cli proxy')"
     forked = f"$(pgrep -P {up} -f multiprocessing.forkserver | sed 's/^/,/')"
-    return f"$(pgrep -o -P {up}{forked} -f '{_COMMAND_LINES[part]}')"
+    name = f"^epd-serve [epd]*{part.lower()}[epd]*[0-9]"  # of a forked process, after its instance
+    return f"$(pgrep -o -P {up}{forked} '{name}' || pgrep -o -P {up} -f '{_COMMAND_LINES[part]}')"
 
 
 async def _run_command(line: str) -> None:

@@ -206,11 +206,10 @@ async def test_a_failed_lookup_ends_no_lease(start, monkeypatch):
             raise socket.gaierror(socket.EAI_AGAIN, "try again")
         return known
 
-    gateway = await start(admin=admin_plane(key="secret"), startup_wait_s=0)
+    gateway = await start(admin=admin_plane(key="secret"), cluster_key=KEY, startup_wait_s=0)
     url = gateway.app.state.admin_url.replace("127.0.0.1", "gateway.example")
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    key = {"authorization": "Bearer secret"}
-    joining = asyncio.create_task(join_all([url], "late", "http://127.0.0.1:9", key, role="EPD"))
+    joining = asyncio.create_task(join_all([url], "late", "http://127.0.0.1:9", {}, role="EPD", key=KEY))
     await gateway.until(lambda: gateway.table.get("late") is not None)
     record = gateway.table["late"]
     await gateway.until(lambda: num_lookups > 4)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestServer
+from fleet import deployed
 from misbehaving_server import FAULTS, PASSED, Server
 
 from epd_serve.verify.check import CHECKS, SUITES
@@ -67,6 +70,15 @@ async def test_a_right_server_gives_no_alarm_and_a_whole_report(tmp_path: Path) 
 def test_a_typing_error_is_named(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+async def test_faults_find_the_processes_of_a_deployment() -> None:
+    async with deployed("E-P-D") as deployment:
+        commands = admin_commands([f"up:{os.getpid()}"])
+        for part in "EPD":
+            shown = commands[f"kill-{part}"].replace("kill -KILL", "echo")
+            found = await asyncio.to_thread(subprocess.run, ["sh"], input=shown, capture_output=True, text=True)
+            assert found.stdout.strip() == str(deployment.instances[f"{part.lower()}0"].pid)
 
 
 def test_all_checks_are_chosen_by_default() -> None:
