@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from epd_serve.cost.profile import Profile
+from epd_serve.cost.stages import MAX_BATCH_PIXELS
 from epd_serve.plan.pools import Fleet, Pool
 from epd_serve.plan.space import Candidate
 from epd_serve.sim.simulator import Job, Simulation, simulate
@@ -93,7 +94,7 @@ def _stage_s(
         if not mean.num_images or not profile.encode:
             return 0.0
         pixels = round(mean.image_pixels)
-        count = max(1, spec.batching.image_budget_pixels // max(pixels, 1))
+        count = max(1, MAX_BATCH_PIXELS // max(pixels, 1))
         while count > 1 and ttft_s is not None and profile.encode_s([pixels] * count) > ttft_s / 2:
             count //= 2
         return mean.num_images * profile.encode_s([pixels] * count) / count

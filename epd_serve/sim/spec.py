@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from epd_serve.config.sections import BatchingOrder
 from epd_serve.cost.profile import Profile
+from epd_serve.cost.stages import MAX_BATCH_PIXELS
 from epd_serve.sched.schedule import Budget
 from epd_serve.sched.step_cost import StepCost, StepPace, latency_limit_s, search_budget
 from epd_serve.sched.step_sizes import Limits, Sizes, StepShape, size_steps
@@ -27,7 +28,6 @@ class Batching:
 
     max_num_tokens: int = 2048
     max_num_seqs: int = 64
-    image_budget_pixels: int = 8 << 20
     order: BatchingOrder = "fcfs"
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -163,7 +163,7 @@ def find_image_budget(spec: SimInstanceSpec) -> int:
     """Return the largest batch of 448-pixel square images within the limit, in pixels."""
     limit_s, area = spec.limit_s, 448 * 448
     if limit_s is None or not spec.profile.encode:
-        return spec.batching.image_budget_pixels
-    most = max(1, spec.batching.image_budget_pixels // area)
+        return MAX_BATCH_PIXELS
+    most = max(1, MAX_BATCH_PIXELS // area)
     size, _ = search_budget(lambda count: spec.profile.encode_s([area] * count), limit_s, most)
     return area * size
