@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-import numpy as np
 import psutil
 from PIL import Image
 
@@ -77,12 +76,6 @@ def slowed(profile: Profile, slowness: float) -> Profile:
         link_bytes_per_s=profile.link_bytes_per_s / slowness,
         handshake_s=profile.handshake_s * slowness,
     )
-
-
-def noise(seed: int, width: int, height: int, form: str = "PNG") -> bytes:
-    """A picture that looks like no other one."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return encoded(Image.fromarray(pixels), form)
 
 
 def encoded(image: Image.Image, form: str = "PNG", **more: Any) -> bytes:

@@ -19,20 +19,19 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.chaos import FAULTS, LEASE_S, Chaos, counters, publish, started
+from benchmarks.chaos import FAULTS, LEASE_S, counters, publish, started
 from benchmarks.common import argument_parser, host_busy, machine, slowed, typed
 from benchmarks.deployed import descriptors
 from benchmarks.soak import sample
-from benchmarks.traffic import mixed_requests
+from benchmarks.traffic import Timed, ask_at_times, mixed_requests
 from epd_serve.config import DeploymentConfig
 from epd_serve.cost.roofline import emulated_profile
 from epd_serve.topology import parse_topology
@@ -48,8 +47,6 @@ PARTS = {"night": 0, "morning": 6, "midday": 11, "afternoon": 14, "evening": 18,
 COLORS = ("red", "green", "blue", "yellow", "white", "black", "purple", "orange")
 #: An instance grows from 36 to about 41 MiB in its first thousand requests, then hardly any more.
 MOST_GROWTH = 1.15
-
-Asked = tuple[float, Request, Result]
 
 
 def day_requests(count: int, seed: int) -> list[Request]:
@@ -71,32 +68,16 @@ def arrivals(seconds: float, peak: float, seed: int) -> Iterator[float]:
             yield 24 * at_s / seconds
 
 
-async def live(chaos: Chaos, requests: Sequence[Request], hours: Sequence[float], seconds: float) -> list[Asked]:
-    """Send requests at these hours, whether those before are answered or not."""
-    begun, found = time.monotonic(), list[Asked]()
-
-    async def ask(hour: float, request: Request) -> None:
-        result = await chaos.ask(request)
-        chaos.results.append((request, result))
-        found.append((hour, request, result))
-
-    async with asyncio.TaskGroup() as group:
-        for hour, request in zip(hours, cycle(requests)):
-            await asyncio.sleep(begun + hour * seconds / 24 - time.monotonic())
-            group.create_task(ask(hour, request))
-    return found
-
-
 def kept_limits(request: Request, result: Result) -> bool:
     ttft_s, limit_s = result.ttft_s or 0.0, TPOT_S * max(request.fields["max_tokens"] - 1, 1)
     return result.outcome is Outcome.IDENTICAL and ttft_s <= TTFT_S and result.seconds - ttft_s <= limit_s
 
 
-def by_part(answers: Sequence[Asked], seconds: float) -> dict[str, Any]:
+def by_part(answers: Sequence[Timed], seconds: float) -> dict[str, Any]:
     """Figures of each part of the day; TTFT and attainment are those of streams."""
     found = {}
     for (name, begin), (_, end) in pairwise([*PARTS.items(), ("", 24)]):
-        within = [(request, result) for hour, request, result in answers if begin <= hour < end]
+        within = [(request, result) for at_s, request, result in answers if begin <= 24 * at_s / seconds < end]
         patient = [one for one in within if one[1].outcome is not Outcome.CANCELLED]
         streams = [one for one in patient if one[0].fields["stream"]]
         ttft_s = [one.ttft_s for _, one in streams if one.ttft_s is not None]
@@ -136,10 +117,10 @@ def config_of(topology: str, directory: Path) -> DeploymentConfig:
 
 async def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     seconds, requests = float(arguments.seconds), day_requests(arguments.distinct, arguments.seed)
-    hours = list(arrivals(seconds, arguments.peak, arguments.seed))
+    arrivals_s = [hour * seconds / 24 for hour in arrivals(seconds, arguments.peak, arguments.seed)]
     async with started(arguments, config_of(arguments.topology, directory)) as chaos:
         await chaos.learn(requests, 16)
-        living = asyncio.create_task(live(chaos, requests, hours, seconds))
+        living = asyncio.create_task(ask_at_times(chaos, requests, arrivals_s))
         await asyncio.sleep(seconds / 12)
         begun, opened, busy = sample(chaos.deployment), descriptors(chaos.deployment), list[float]()
         gateway, pss = psutil.Process(chaos.deployment.process("gateway").pid), [begun["gateway"]["mib"]]

@@ -37,7 +37,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,7 +66,6 @@ PYTEST = (
     *("--noconftest", "-q", "--tb=short", "-W", "default", "-p", "no:cacheprovider"),
     *("-o", "addopts=--import-mode=importlib"),
 )
-_READY_S, _STOP_S = 180.0, 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +79,12 @@ class Run:
 
     def keep(self, name: str, row: Any) -> None:
         """Add a row to the part's file, which is whole at any time."""
+        from benchmarks.common import write
+
         rows = json.loads(self.file.read_text()) if self.file.exists() else {}
         rows[name] = row
-        _write(self.file, rows)
-        print(f"   {name}: {json.dumps(row, default=str)[:300]}", flush=True)
+        write(self.file, rows)
+        print(f"   {name}: {json.dumps(row)[:300]}", flush=True)
 
     @contextlib.contextmanager
     def keeping(self, name: str) -> Iterator[None]:
@@ -158,41 +158,16 @@ def serve(run: Run) -> None:
 @contextlib.contextmanager
 def _serving(run: Run, topology: str, model: Path | None) -> Iterator[tuple[str, float]]:
     """A deployment on the device: its address, and the seconds until it was ready."""
-    from benchmarks.gateway.programs import free_ports
+    from epd_serve.bench.deployed import Candidate, deployed
+    from epd_serve.config import load_config
 
-    port = free_ports(1)[0]
-    file, log = run.weights / f"deployment-{port}.yaml", run.weights / f"deployment-{port}.log"
-    lines = [f"topology: {topology}", f"devices: ['{run.device}']", f"gateway: {{port: {port}}}"]
-    lines += ["instances: {base_port: 0}"]
-    if model is not None:
-        lines += [f"model: {model}", "dtype: bfloat16"]
-    file.write_text("\n".join(lines) + "\n")
+    file = run.weights / "deployment.yaml"
+    served = {} if model is None else {"model": str(model), "dtype": "bfloat16"}
+    file.write_text(json.dumps({"topology": topology, "devices": [run.device], **served}))  # JSON is YAML
+    candidate = Candidate(file=file, label=topology, config=load_config(file))
     began = time.monotonic()
-    with log.open("w") as output:
-        command = [sys.executable, "-m", "epd_serve.cli", "up", str(file)]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while not _answers(f"{url}/health/ready"):
-            if process.poll() is not None or time.monotonic() - began > _READY_S:
-                raise RuntimeError(f"{topology} was not ready: {log.read_text()[-1500:]}")
-            time.sleep(0.2)
+    with deployed(candidate, run.weights / "deployment.log") as url:
         yield url, time.monotonic() - began
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 def _bench(url: str, load: Load, seed: int, folder: Path) -> dict[str, Any]:
@@ -401,6 +376,8 @@ def main() -> int:
 
 def measure(arguments: argparse.Namespace) -> int:
     """Run the chosen parts; the output file is written behind each. Returns the exit status."""
+    from benchmarks.common import write
+
     # In a process that ends: this one keeps no memory of the device.
     asking = f"from device.registry import get_device; print(get_device({arguments.device!r}).description)"
     asked = subprocess.run([sys.executable, "-c", asking], cwd=ROOT, capture_output=True, text=True)
@@ -418,7 +395,7 @@ def measure(arguments: argparse.Namespace) -> int:
         for name in (part for part in PARTS if part in arguments.only):
             print(f"== {name}", flush=True)
             result["parts"][name] = _measure_part(name, arguments, Path(folder))
-            _write(arguments.output, result)
+            write(arguments.output, result)
     ends = {name: part["ended"] for name, part in result["parts"].items()}
     print(f"{ends}; written to {arguments.output}")
     return int(any(end != "done" for end in ends.values()))
@@ -443,13 +420,6 @@ def _measure_part(name: str, arguments: argparse.Namespace, folder: Path) -> dic
         process.wait()
     rows = json.loads(file.read_text()) if file.exists() else {}
     return {"seconds": round(time.monotonic() - began, 1), "ended": ended, "rows": rows}
-
-
-def _write(path: Path, content: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_suffix(".part")
-    whole.write_text(json.dumps(content, indent=1, ensure_ascii=False, default=str) + "\n")
-    whole.replace(path)
 
 
 def _is_there(name: str) -> bool:

@@ -29,7 +29,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from epd_serve.demo import weights_dir
 
-BUILT_IN = "built-in"
 HEAD_DIM = 32
 #: The file of a model's directory that is written last.
 _COMPLETE = "chat_template.jinja"
@@ -65,18 +64,6 @@ def _sizes(
 
 _WINDOWED = {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
 SHAPES = {
-    "0.5B": Shape(
-        text=_sizes(896, 24, 14, 2, 4864, 151_936),
-        vision={
-            "depth": 12,
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "num_heads": 12,
-            "window_size": 112,
-            "fullatt_block_indexes": [2, 5, 8, 11],
-        },
-        tied=True,
-    ),
     "Qwen2.5-VL-7B": Shape(
         text=_sizes(3584, 28, 28, 4, 18_944, 152_064),
         vision={"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, **_WINDOWED},

@@ -87,7 +87,7 @@ def deployment_of(cell: Cell, directory: Path) -> tuple[float, Evaluator, Candid
     profile = directory / f"{cell.device}.json"
     profile.write_bytes(slowed(emulated_profile(MODEL, cell.device), slowness).to_json())
     fleet = read_fleet(f"emulated:{profile} x {count}", MODEL)
-    judge = Evaluator(fleet, Goal(ttft_s=ttft_s * slowness, tpot_s=tpot_s * slowness, target=TARGET), requests)
+    judge = Evaluator(fleet, Goal(ttft_s=ttft_s * slowness, tpot_s=tpot_s * slowness), requests)
     plan = Candidate(line=cell.topology, pools=((0, count),))
     found = Evaluation(candidate=plan, goodput=0.0, objective=0.0, cost=0.0, bound=judge.bound(plan))
     return slowness, judge, plan, deployment_yaml(judge, found)

@@ -132,21 +132,18 @@ async def serve(path: Path, topology: str, dtype: str, texts: list[str]) -> dict
     config = DeploymentConfig.model_validate(
         {"topology": topology, "model": str(path), "dtype": dtype, "devices": ["cpu"], "gateway": {"port": 0}}
     )
-    deployment = LocalDeployment(config)
-    await deployment.start()
-    try:
-        await deployment.wait_ready()
-        async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=600) as client:
-            answers, seconds = [], []
-            for text in texts[:-1]:
-                answers.append(await _ask(client, config.model_name, text, seconds))
-            stream = asyncio.create_task(_longest_gap(client, config.model_name))
-            answers.append(await _ask(client, config.model_name, texts[-1], seconds))
-            stream.cancel()
-            gap = (await asyncio.gather(stream, return_exceptions=True))[0]
-        return {"answers": answers, "seconds": seconds, "longest gap of a stream beside it": gap}
-    finally:
-        await deployment.stop()
+    async with (
+        LocalDeployment(config) as deployment,
+        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=600) as client,
+    ):
+        answers, seconds = [], []
+        for text in texts[:-1]:
+            answers.append(await _ask(client, config.model_name, text, seconds))
+        stream = asyncio.create_task(_longest_gap(client, config.model_name))
+        answers.append(await _ask(client, config.model_name, texts[-1], seconds))
+        stream.cancel()
+        gap = (await asyncio.gather(stream, return_exceptions=True))[0]
+    return {"answers": answers, "seconds": seconds, "longest gap of a stream beside it": gap}
 
 
 async def _ask(client: httpx.AsyncClient, model: str, text: str, seconds: list[float]) -> str:

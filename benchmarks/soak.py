@@ -11,10 +11,8 @@ something was held in the end, descriptors increased or memory grew by more than
 from __future__ import annotations
 
 import asyncio
-import itertools
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ import psutil
 from benchmarks.chaos import DEADLINE_S
 from benchmarks.common import argument_parser, machine, typed, write
 from benchmarks.deployed import held_in
-from benchmarks.traffic import mixed_requests, report_of
+from benchmarks.traffic import ask_at_times, mixed_requests, report_of
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.verify.client import Client
@@ -41,20 +39,6 @@ def sample(deployment: LocalDeployment) -> dict[str, dict[str, float]]:
         memory = sum(one.memory_full_info().pss for one in family) / (1 << 20)
         found[process.spec.name] = {"mib": round(memory, 1), "descriptors": own.num_fds()}
     return found
-
-
-async def load(traffic: Traffic, requests: list[Request], rate: float, seconds: float) -> None:
-    """Send requests at a fixed rate, whether those before are answered or not."""
-    bodies = itertools.cycle(requests)
-    started = time.monotonic()
-
-    async def ask(request: Any) -> None:
-        traffic.results.append((request, await traffic.ask(request)))
-
-    async with asyncio.TaskGroup() as group:
-        for number in range(int(rate * seconds)):
-            await asyncio.sleep(started + number / rate - time.monotonic())
-            group.create_task(ask(next(bodies)))
 
 
 def latency(results: list[Result], parts: int = 6) -> list[dict[str, float]]:
@@ -82,7 +66,8 @@ async def run(
         traffic = Traffic(client, deadline_s=DEADLINE_S)
         await traffic.learn(requests, 4)
         samples = [sample(deployment)]
-        loading = asyncio.create_task(load(traffic, requests, rate, seconds))
+        arrivals_s = [number / rate for number in range(int(rate * seconds))]
+        loading = asyncio.create_task(ask_at_times(traffic, requests, arrivals_s))
         while not (await asyncio.wait([loading], timeout=period_s))[0]:
             samples.append(sample(deployment))
         await loading

@@ -1,14 +1,20 @@
-"""Mixed requests of users, and the report of a traffic of them."""
+"""Mixed requests of users, an open loop of them, and its report."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import cycle
 from typing import Any
 
 from epd_serve.verify.items import asked, clip, noise, sound
-from epd_serve.verify.traffic import Outcome, Request, Traffic
+from epd_serve.verify.traffic import Outcome, Request, Result, Traffic
+
+#: Seconds from the start, at which a request was sent.
+Timed = tuple[float, Request, Result]
 
 _NUM_MEDIA = 24
 _COLORS = ("red", "green", "blue", "yellow", "white", "black")
@@ -74,6 +80,25 @@ def _mixed_request(rng: random.Random, patient: bool, plain: bool, media: Sequen
         fields={"max_tokens": max_tokens, "stream": stream, **ends, **(special or {})},
         patience_s=rng.uniform(0, 1.5) if impatient else None,
     )
+
+
+async def ask_at_times(traffic: Traffic, requests: Sequence[Request], arrivals_s: Iterable[float]) -> list[Timed]:
+    """Send a request at each time from now, whether those before are answered or not; the requests repeat.
+
+    Returns the results in the order of the answers; the traffic has them, too.
+    """
+    begun, found = time.monotonic(), list[Timed]()
+
+    async def ask(at_s: float, request: Request) -> None:
+        result = await traffic.ask(request)
+        traffic.results.append((request, result))
+        found.append((at_s, request, result))
+
+    async with asyncio.TaskGroup() as group:
+        for at_s, request in zip(arrivals_s, cycle(requests)):
+            await asyncio.sleep(begun + at_s - time.monotonic())
+            group.create_task(ask(at_s, request))
+    return found
 
 
 def report_of(traffic: Traffic) -> dict[str, Any]:

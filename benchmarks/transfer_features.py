@@ -64,11 +64,8 @@ def picture(seed: int, width: int, height: int) -> bytes:
     return encoded(Image.fromarray(pixels), compress_level=1)
 
 
-def body(data: bytes, text: str = "What is this?", *, before: str = "") -> dict[str, Any]:
-    chat = greedy_chat(text, [data_url(data)], max_tokens=2)
-    if before:
-        chat["messages"].insert(0, {"role": "system", "content": before})
-    return chat
+def body(data: bytes) -> dict[str, Any]:
+    return greedy_chat("What is this?", [data_url(data)], max_tokens=2)
 
 
 async def encode_ahead(deployment: LocalDeployment, pictures: list[tuple[bytes, int, int]]) -> None:

@@ -16,7 +16,11 @@ from benchmarks.models import make_model
 LAYERS = 28
 MODES = ("oneshot", "layerwise", "grouped")
 CONCURRENCY = 16
-STEP_TOKENS = 16384
+SETTINGS = {
+    "max_num_batched_tokens": 16384,
+    "kv_cache_bytes": "896MiB",
+    "peer_timeout_s": 240,  # a link at which layer-wise sending falls far behind must not end a lease
+}
 PATH = "/v1/completions"
 PLUG_TOKENS = 2048
 REPEATS = 3
@@ -73,14 +77,6 @@ def model(path: Path) -> Path:
     return make_model(path, hidden=64, layers=LAYERS, heads=2, kv_heads=1, intermediate=128)
 
 
-def settings(step_tokens: int = STEP_TOKENS) -> dict[str, Any]:
-    return {
-        "max_num_batched_tokens": step_tokens,
-        "kv_cache_bytes": "896MiB",
-        "peer_timeout_s": 240,  # a link at which layer-wise sending falls far behind must not end a lease
-    }
-
-
 def baselines(mode: str, link: dict[str, Any] | None) -> dict[str, Any]:
     return {"kv": "" if mode == "grouped" else mode, **(link or {})}
 
@@ -114,7 +110,7 @@ async def batch(url: str, rng: random.Random, tokens: int, read: Any) -> Figures
 
 async def measure(path: Path, tokens: int, mode: str, link: dict[str, Any] | None, repeats: int) -> list[Row]:
     rows = []
-    async with deployed("P-D", path, settings(), baselines=baselines(mode, link)) as deployment:
+    async with deployed("P-D", path, SETTINGS, baselines=baselines(mode, link)) as deployment:
         rng = random.Random(tokens)
 
         async def read() -> Figures:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 
-Part = Literal["transport", "mooncake engine", "features", "layer groups", "engine", "encoder"]
+Part = Literal["transport", "features", "layer groups"]
 
 PLUGINS = "EPD_SERVE_PLUGINS"
 _REGISTERED: dict[Part, Any] = {}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,8 @@ from epd_serve.errors import (
 from epd_serve.protocol.instance_state import InstanceInfo
 from epd_serve.routing.routes import RoutePolicy, Router
 from epd_serve.routing.table import InstanceRecord, InstanceTable
-from epd_serve.topology import Topology
+from epd_serve.topology import Topology, place
+from epd_serve.topology.placement import CPU
 from proxy.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
@@ -107,7 +109,7 @@ class Fleet:
     silent for ``gateway.probe_timeout_s``.
 
     Attributes:
-        topology: the deployment's topology, for display.
+        topology: the deployment's topology as configured, for display.
         started: set when the deployment can serve or its startup time has passed. Earlier requests wait, because
             load testers give up after a refused warm-up.
         watchers: running requests.
@@ -137,6 +139,20 @@ class Fleet:
         self._checked_at = clock()
         self._watches = {name: _Watch(self.table[name], calls) for name, calls in self.calls.items()}
         self._group: asyncio.TaskGroup | None = None
+
+    def layout(self) -> str | None:
+        """Return the topology's line while its instances have its roles, else their numbers by role, as in 2E-P-D.
+
+        An instance that has not answered yet counts with its role in the topology. None: all roles are unknown.
+        """
+        topology = self.topology
+        planned = {} if topology is None else {one.name: one.role for one in place(topology, [CPU])}
+        roles = {one.name: one.role or planned.get(one.name) for one in self.table}
+        if topology is not None and roles == planned:
+            return str(topology)
+        counts = Counter(role for role in roles.values() if role is not None)
+        in_order = sorted(counts, key=lambda role: ["EPD".index(stage) for stage in str(role)])
+        return "-".join(f"{counts[role] if counts[role] > 1 else ''}{role}" for role in in_order) or None
 
     # ------------------------------------------------------------------ requests
 

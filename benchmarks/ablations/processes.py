@@ -40,7 +40,6 @@ def ablated(**settings: Any) -> Iterator[None]:
 def use(
     kv: str = "",
     prefetch: str = "",
-    encodes: str = "",
     bandwidth: float | None = None,
     latency_ms: float = 0.0,
 ) -> None:
@@ -49,11 +48,10 @@ def use(
     Args:
         kv: ``layerwise`` sends single layers of single prompts, ``oneshot`` a whole prompt at its end.
         prefetch: with ``sync`` a feature is fetched when a step needs it.
-        encodes: with ``after-prefill`` encodes wait until no prompt is computed, a second at most.
         bandwidth, latency_ms: of the link between two instances, in bytes per second, and of each transfer; what
             goes through Mooncake Store is not slowed down.
     """
-    # imported here: a process of vLLM may lack what an instance has
+    # imported here: an instance needs the chosen ones alone
     if kv:
         from benchmarks.ablations.kv_push import LAYER_GROUPS
 
@@ -62,15 +60,8 @@ def use(
         from benchmarks.ablations.features import FeaturesWhenDue
 
         register("features", FeaturesWhenDue)
-    if encodes == "after-prefill":
-        from benchmarks.ablations.encodes import PrefillMarkingEngine, WaitingEncoder
-
-        register("engine", PrefillMarkingEngine)
-        register("encoder", WaitingEncoder)
     if bandwidth or latency_ms:
-        from benchmarks.ablations.links import SlowEngine
         from epd_serve.transfer.shaped import ShapedTransport
 
         latency_s = latency_ms / 1000
         register("transport", lambda transport: ShapedTransport(transport, bandwidth, latency_s))
-        register("mooncake engine", lambda engine: SlowEngine(engine, bandwidth, latency_s))

@@ -111,7 +111,7 @@ def write_answers(directory: Path, stages: list[tuple[str, int]]) -> None:
         "framed_token": _token(first=False),
         "framed_last": _LAST,
         "openai_prefill": _response(_json(_whole({"kv_transfer_params": _KV_HANDLES}))),
-        "openai_head": _stream_head("text/event-stream; charset=utf-8"),
+        "openai_head": _STREAM_HEAD,
         "openai_token": _chunk(chunks.event({**_CHUNK, "choices": [_openai_token()]})),
         "openai_last": _chunk(chunks.event({**_CHUNK, "choices": [], "usage": _USAGE}))
         + _chunk(chunks.DONE)
@@ -166,6 +166,12 @@ def _feature(index: int) -> dict[str, object]:
     }
 
 
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nserver: stage\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    b"cache-control: no-cache\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+
 def _whole(more: dict[str, object]) -> dict[str, object]:
     message = {"role": "assistant", "content": ""}
     choice = {"index": 0, "message": message, "finish_reason": "length"}
@@ -193,23 +199,9 @@ def _json(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _response(body: bytes, content_type: str = "application/json") -> bytes:
-    head = (
-        f"HTTP/1.1 200 OK\r\nserver: stage\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
-
-
-def _stream_head(content_type: str, headers: dict[str, str] | None = None) -> bytes:
-    lines = [
-        "HTTP/1.1 200 OK",
-        "server: stage",
-        f"content-type: {content_type}",
-        "cache-control: no-cache",
-        *(f"{name}: {value}" for name, value in (headers or {}).items()),
-        "transfer-encoding: chunked",
-    ]
-    return "\r\n".join([*lines, "", ""]).encode()
+def _response(body: bytes) -> bytes:
+    head = "HTTP/1.1 200 OK\r\nserver: stage\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 def _chunk(data: bytes) -> bytes:

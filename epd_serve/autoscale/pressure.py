@@ -31,15 +31,14 @@ _SOON = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The SLO in seconds; the queue of one stage may take ``share`` of ``ttft_s``."""
+    """The SLO in seconds; the queue of one stage may take half of ``ttft_s``."""
 
     ttft_s: float
     tpot_s: float
-    share: float = 0.5
 
     @property
     def queue_s(self) -> float:
-        return self.share * self.ttft_s
+        return self.ttft_s / 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

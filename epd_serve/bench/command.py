@@ -42,11 +42,11 @@ class Output:
         attainment: share of good requests from which a load counts as served.
     """
 
-    report: bool = True
-    as_json: bool = False
-    fail_on_slo: bool = False
-    attainment: float = 0.9
-    console: Console = field(default_factory=Console)
+    report: bool
+    as_json: bool
+    fail_on_slo: bool
+    attainment: float
+    console: Console = field(default_factory=Console, init=False)
 
     def __post_init__(self) -> None:
         self.console.stderr = self.as_json
@@ -57,14 +57,16 @@ class Output:
         self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
     def write(self, path: Path, runs: Sequence[Run]) -> None:
-        """Write report.html to ``path`` and print JSON, if requested."""
+        """Write report.html to ``path`` and print JSON, if requested; name the files."""
+        written = ""
         if self.report:
             try:
                 write_report(path / "report.html", runs, self.attainment)
             except ImportError:
                 self.say("no report: plotly is missing; run pip install '.[bench]' in epd-serve's clone")
             else:
-                self.say(f"report: {path / 'report.html'}")
+                written = " and report.html"
+        self.say(f"results{written} in {path}")
         if self.as_json:
             found = [
                 {
@@ -144,7 +146,6 @@ def run_bench(
             show_run(output.console, runs[0])
         show_runs(output.console, runs, output.attainment)
         output.write(path, runs)
-    output.say(f"in {path}")
     if failed:
         output.say(f"not measured: {', '.join(failed)}", style="red")
         return 1

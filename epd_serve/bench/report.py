@@ -41,7 +41,7 @@ $sections
 """)
 
 
-def write_report(path: Path, runs: Sequence[Run], target: float, *, title: str = "") -> None:
+def write_report(path: Path, runs: Sequence[Run], target: float) -> None:
     """Write one page about all runs: a single one, several loads, or several deployments.
 
     Args:
@@ -57,7 +57,7 @@ def write_report(path: Path, runs: Sequence[Run], target: float, *, title: str =
     num_requests = sum(len(run.records) for run in runs)
     script = f'<script type="text/javascript">{get_plotlyjs()}</script>'
     page = _PAGE.substitute(
-        title=escape(title or (f"{len(labels)} deployments under load" if len(labels) > 1 else labels[0])),
+        title=escape(f"{len(labels)} deployments under load" if len(labels) > 1 else labels[0]),
         subtitle=escape(f"model {models} · {num_requests} requests in {len(runs)} runs · {day}"),
         sections=script + "".join(map(_section, make_grids(runs, target))),
         settings="".join(

@@ -93,33 +93,24 @@ def up(
 
         typer.echo(ray.up(config, file.stem if file else "epd-serve", ray_address(on), spread))
         return
-    writer = _fork_launcher() if detach and not dry else None
-    if not dry:
+    if dry:
+        with ended_by_ctrl_c(), uncollected():
+            from epd_serve.launch.dry_run import dry_run
+
+            for line in [*dry_run(config, file, os.environ)]:
+                typer.echo(line)
+        return
+    writer = _fork_launcher() if detach else None
+    if isinstance(config.model, str):
         from epd_serve.launch.download import download
 
-        if isinstance(config.model, str):
-            download(config.model)
+        download(config.model)
     with ended_by_ctrl_c(), uncollected():
-        from epd_serve.launch.choices import choose_engine, choose_layout
+        from epd_serve.launch.choices import resolve
+        from epd_serve.launch.processes.forking import preload
 
-        config, layout = choose_layout(config)
-        config, engine = choose_engine(config)
-        reasons = [reason for reason in (layout, engine) if reason]
-        if not dry:
-            from epd_serve.launch.processes.forking import preload
-
-            preload(config)  # it imports for seconds, while this process checks the deployment
-        if config.engine == "native" or not dry:  # vLLM's commands may be for another machine
-            from epd_serve.launch.preflight import check_deployment
-
-            check_deployment(config, os.environ, ports=not dry)
-    if dry:
-        from epd_serve.launch.dry_run import dry_run
-
-        for line in (*(f"# {reason}" for reason in reasons), *dry_run(config, file, os.environ)):
-            typer.echo(line)
-        return
-    with ended_by_ctrl_c(), uncollected():
+        config, reasons = resolve(config)
+        preload(config)  # it imports for seconds, while this process prepares the deployment
         from epd_serve.launch.up import run_up
     raise typer.Exit(asyncio.run(run_up(config, reasons, file, writer)))
 

@@ -18,6 +18,8 @@ from epd_serve.cost.shape import ModelShape
 
 #: The paper's "M": 2·32·32·128·704·2 bytes are its 352 M.
 MIB = 2**20
+#: Requests that share a decode step.
+DECODE_BATCH = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +54,8 @@ def estimate_latency(
     encoder: DeviceSpec,
     language: DeviceSpec,
     link_bytes_per_s: float,
-    decode_batch: int = 64,
 ) -> Latency:
-    """Estimate encode and prefill by arithmetic, decode by bytes, with ``decode_batch`` requests in a step.
+    """Estimate encode and prefill by arithmetic, decode by bytes, with :data:`DECODE_BATCH` requests in a step.
 
     Raises ValueError for a model without a tower.
     """
@@ -64,7 +65,7 @@ def estimate_latency(
     patches = vision_tokens * shape.vision.merge**2
     encode_flops = 2 * shape.vision.parameters * patches
     compute, memory = language_lines(shape, language)
-    step_s = (memory.base_s - language.launch_s) / decode_batch + memory.context_s * (context + output_tokens / 2)
+    step_s = (memory.base_s - language.launch_s) / DECODE_BATCH + memory.context_s * (context + output_tokens / 2)
     return Latency(
         vision_s=encode_flops / (encoder.flops * encoder.compute_share),
         transfer_s=shape.feature_token_bytes * vision_tokens / link_bytes_per_s,

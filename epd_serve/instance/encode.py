@@ -134,10 +134,6 @@ class Encoder:
             self.tower.encode([self._family.blank_inputs((IMAGE_SIDE, IMAGE_SIDE))] * count, on_device=True)
         return self.stream.batch_bytes(count * area)
 
-    def may_start(self) -> bool:
-        """Return whether the waiting items may start; ``stream.changed`` is set when this changes."""
-        return self.stream.may_start(self._waiting[0].num_pixels)
-
     async def close(self) -> None:
         self.stream.held_on = None
         self.stream.hurries = True
@@ -259,7 +255,7 @@ class Encoder:
                 was_held, stream.held_on = stream.held_on is not None, self._loop
                 budget = self._budget
                 try:
-                    if not self.may_start():
+                    if not stream.may_start(self._waiting[0].num_pixels):
                         break
                     budget = min(budget, stream.max_pixels())
                 except Exception:  # a device that does not answer must not end the encoder

@@ -111,7 +111,7 @@ class Instance:
             queue_timeout_s=options.queue_timeout_s,
             spans=self.telemetry.spans,
         )
-        self.encoder = factory("encoder", Encoder)(
+        self.encoder = Encoder(
             self.model,
             self.peers,
             processor=self.processor,
@@ -167,7 +167,7 @@ class Instance:
         fixed = None if group_layers == "auto" else group_layers
         sender = KVSender(memory, GroupSizer(num_layers=layout.num_layers, fixed=fixed), time.monotonic)
         pool = BlockPool(memory.num_blocks, options.tokens_per_block, state_blocks=layout.state_blocks)
-        engine = factory("engine", Engine)(
+        engine = Engine(
             pool,
             memory,
             limits.budget,

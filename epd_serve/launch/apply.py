@@ -157,7 +157,7 @@ class Applier:
             lines.append(f"the gateway stays at {old.gateway.host} port {record.ports.gateway}")
         if config.engine == "auto":
             stays["engine"] = old.engine
-        config = resolve(change_config(config, stays))
+        config, _ = resolve(change_config(config, stays))
         placement = config.placement()
         changes = dict(changed_options(old.model_dump(mode="json"), config.model_dump(mode="json")))
         other = [path for path in changes if not path.startswith(_CHANGEABLE) or path.startswith(_FIXED)]

@@ -85,13 +85,17 @@ def _with_vllm(config: DeploymentConfig) -> tuple[DeploymentConfig | None, str]:
     return None, f"the installed vLLM does not support {names}"
 
 
-def resolve(config: DeploymentConfig) -> DeploymentConfig:
-    """Return the config with layout and engine chosen and absolute paths, as the gateway reads it elsewhere."""
-    config = choose_engine(choose_layout(config)[0])[0]
+def resolve(config: DeploymentConfig) -> tuple[DeploymentConfig, list[str]]:
+    """Choose layout and engine, and make paths absolute, as the gateway reads the deployment elsewhere.
+
+    Returns the deployment and a sentence on each choice.
+    """
+    config, layout = choose_layout(config)
+    config, engine = choose_engine(config)
     changes: dict[str, Any] = {}
     for key in ("trace", "chat_template"):
         if (path := getattr(config, key)) is not None:
             changes[key] = str(path.absolute())
     if config.gateway.access_log not in (None, "-"):
         changes["gateway"] = {"access_log": str(Path(config.gateway.access_log or "").absolute())}
-    return change_config(config, changes) if changes else config
+    return change_config(config, changes) if changes else config, [one for one in (layout, engine) if one]

@@ -66,7 +66,7 @@ class LocalDeployment(Supervisor):
 
         Raises ValueError if a port is taken or the model or a package is missing.
         """
-        config = resolve(config)
+        config, _ = resolve(config)
         check_deployment(config, os.environ)
         preload(config)
         ports = choose_ports(config)

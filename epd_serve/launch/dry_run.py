@@ -10,6 +10,7 @@ from epd_serve.config import DeploymentConfig, model_path
 from epd_serve.config.model_files import resolve_model_name
 from epd_serve.launch.choices import resolve
 from epd_serve.launch.native import PreparedInstance, prepare_native
+from epd_serve.launch.preflight import check_deployment
 from epd_serve.launch.processes.ports import choose_ports
 from epd_serve.launch.record import mps_note, with_trust
 from epd_serve.launch.vllm.installed import NoVllm, VllmFound
@@ -20,13 +21,16 @@ from epd_serve.transfer.mooncake.engine import master_command
 
 
 def dry_run(config: DeploymentConfig, file: Path | None, environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield a comment and a command for each process.
+    """Yield a comment on each choice, and a comment and a command for each process.
 
     ``file``: None for the default deployment. vLLM's lines may be for another machine, so a comment names what
-    this one lacks. Ports may be in use, as by the running deployment. Raises ValueError if this machine's vLLM is
-    unsuitable.
+    this one lacks. Ports may be in use, as by the running deployment. Raises ValueError if this machine cannot run
+    the native instances, or its vLLM is unsuitable.
     """
-    config = resolve(config)
+    config, reasons = resolve(config)
+    if config.engine == "native":
+        check_deployment(config, environment, ports=False)
+    yield from (f"# {reason}" for reason in reasons)
     ports, placement = choose_ports(config, check=False), config.placement()
     yield f"# {config.topology} on {', '.join(config.devices)}, engine: {config.engine}"
     if note_on_mps := mps_note(config, environment, placement):

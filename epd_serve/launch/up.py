@@ -61,11 +61,10 @@ async def run_up(
     Returns the exit code: 0 after a signal, 1 after a final death. A SIGINT after a signal kills everything.
     Raises ValueError for a taken port or a missing model.
     """
-    terminal = Terminal()
+    terminal, stop = Terminal(), asyncio.Event()
+    deployment = ShownDeployment(config, file, terminal)
     for line in (*reasons, *(f"note: {note}" for note in notes(config))):
         terminal.say(line)
-    stop = asyncio.Event()
-    deployment = ShownDeployment(config, file, terminal)
 
     def on_signal(number: signal.Signals) -> None:
         if stop.is_set() and number == signal.SIGINT:  # 'epd-serve down' may be run twice

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from epd_serve.cost.profile import Profile
+from epd_serve.cost.stages import MAX_BATCH_PIXELS
 from epd_serve.plan.pools import Fleet, Pool
 from epd_serve.plan.space import Candidate
 from epd_serve.sim.simulator import Job, Simulation, simulate
@@ -93,7 +94,7 @@ def _stage_s(
         if not mean.num_images or not profile.encode:
             return 0.0
         pixels = round(mean.image_pixels)
-        count = max(1, spec.batching.image_budget_pixels // max(pixels, 1))
+        count = max(1, MAX_BATCH_PIXELS // max(pixels, 1))
         while count > 1 and ttft_s is not None and profile.encode_s([pixels] * count) > ttft_s / 2:
             count //= 2
         return mean.num_images * profile.encode_s([pixels] * count) / count
@@ -143,13 +144,11 @@ class Goal:
 
     Attributes:
         beta: requests per second that one unit of cost is worth (EPD, equation 1).
-        target: required attainment.
     """
 
     ttft_s: float | None
     tpot_s: float | None
     beta: float = 0.0
-    target: float = TARGET
 
     @classmethod
     def read(cls, text: str, beta: float = 0.0) -> Goal:
@@ -171,7 +170,7 @@ class Goal:
     def __str__(self) -> str:
         limits = (("TTFT", self.ttft_s), ("TPOT", self.tpot_s))
         text = " and ".join(f"{name} {1e3 * limit:g} ms" for name, limit in limits if limit is not None)
-        return f"{text} for {self.target:.0%} of requests"
+        return f"{text} for {TARGET:.0%} of requests"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,7 +243,7 @@ class Evaluator:
         """Simulate ``count`` requests at a rate; with ``early``, stop once they cannot reach the target."""
         goal = self.goal
         requests = at_rate(_repeated(self.requests, count), rate)
-        allowed = (1 - goal.target) * count
+        allowed = (1 - TARGET) * count
         seen = missed = 0
 
         def misses_target(done: list[Job]) -> bool:
@@ -328,7 +327,7 @@ class Evaluator:
         return self._is_attained(outcome) and is_steady(outcome.jobs), outcome
 
     def _is_attained(self, outcome: Simulation) -> bool:
-        return outcome.attainment(self.goal.ttft_s, self.goal.tpot_s).value >= self.goal.target
+        return outcome.attainment(self.goal.ttft_s, self.goal.tpot_s).value >= TARGET
 
     def _evaluation(self, candidate: Candidate, goodput: float, limit: Bound) -> Evaluation:
         cost = candidate.cost(self.fleet)

@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from epd_serve.bench.summary import percentile
 from epd_serve.config import parse_config
-from epd_serve.plan.evaluate import Evaluation, Evaluator
+from epd_serve.plan.evaluate import TARGET, Evaluation, Evaluator
 from epd_serve.plan.space import monolithic
 from epd_serve.plan.strategies import Found
 
@@ -165,7 +165,7 @@ def deployment_yaml(evaluator: Evaluator, plan: Evaluation) -> str:
     yaml.default_flow_style = None
     yaml.dump(tree, stream)
     text = (
-        f"# {plan.goodput:.2f} requests/s with {goal.target:.0%} within the limits, in simulation; "
+        f"# {plan.goodput:.2f} requests/s with {TARGET:.0%} within the limits, in simulation; "
         f"bottleneck: {plan.bound.bottleneck.name.lower()}.\n{stream.getvalue()}"
     )
     parse_config(text, source="the plan's deployment")

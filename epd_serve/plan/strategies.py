@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from epd_serve.plan.evaluate import PRECISION, Evaluation, Evaluator
+from epd_serve.plan.evaluate import PRECISION, TARGET, Evaluation, Evaluator
 from epd_serve.plan.space import Candidate
 from epd_serve.sim.spec import NoWay
 
@@ -139,5 +139,5 @@ def ranked(
     if not ranking or ranking[0].goodput <= 0:
         reasons = sorted({*no_ways, *(one.reason for one in seen if one.reason)})
         why = f": {reasons[0]}" if reasons else ""
-        raise ValueError(f"no plan keeps the limits for {evaluator.goal.target:.0%} of requests at any rate{why}")
+        raise ValueError(f"no plan keeps the limits for {TARGET:.0%} of requests at any rate{why}")
     return Found(ranking=ranking, strategy=strategy, num_candidates=num_candidates)

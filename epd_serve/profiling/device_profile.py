@@ -42,6 +42,8 @@ MIXED, MIXED_CONTEXT, MIXED_CHUNKS = (4, 16), 256, (128, 512)
 #: Time for warming up and for measuring each step.
 STEADY_S = 0.2
 BLOCK_SIZE = 16
+#: KV memory for 16,384 tokens, and the scratch block.
+NUM_BLOCKS = 16384 // BLOCK_SIZE + 1
 TRANSFERS = (1 << 12, 1 << 18, 1 << 22, 1 << 24)
 
 Clock = Literal["wall", "cpu"]
@@ -49,19 +51,14 @@ Clock = Literal["wall", "cpu"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GridOptions:
-    """``num_tokens``: size of the KV cache. ``clock``: see :func:`profile_device`."""
+    """``clock``: see :func:`profile_device`."""
 
     model: Path
     model_name: str
     device: str
     dtype: torch.dtype
-    threads: int | None = None
-    clock: Clock = "wall"
-    num_tokens: int = 16384
-
-    @property
-    def num_blocks(self) -> int:
-        return self.num_tokens // BLOCK_SIZE + 1
+    threads: int | None
+    clock: Clock
 
 
 def profile_device(options: GridOptions, progress: Callable[[str], None] = lambda text: None) -> Profile:
@@ -146,16 +143,15 @@ class _Grid:
         return samples
 
     def measure_steps(self, language: LanguageModel, runner: StepRunner) -> list[Sample]:
-        num_blocks = self._options.num_blocks
         timer = StepTimer(
             runner,
-            num_blocks=num_blocks,
+            num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
             num_position_axes=self._family.num_position_axes,
             state_blocks=language.state_blocks(BLOCK_SIZE),
             clock=self._clock,
         )
-        longest = min(language.max_model_len, (num_blocks - 1) * BLOCK_SIZE)
+        longest = min(language.max_model_len, (NUM_BLOCKS - 1) * BLOCK_SIZE)
         shapes = [("prefill", StepShape(chunks=((start, count),))) for start, count in product(STARTS, CHUNKS)]
         shapes += [
             ("decode", StepShape(num_decodes=count, context=context, spread=SPREAD))
@@ -169,7 +165,7 @@ class _Grid:
         samples: list[Sample] = []
         for kind, shape in shapes:
             lengths = [*shape.contexts, *(start + count for start, count in shape.chunks)]
-            if shape.num_blocks(BLOCK_SIZE) < num_blocks and max(lengths) <= longest:
+            if shape.num_blocks(BLOCK_SIZE) < NUM_BLOCKS and max(lengths) <= longest:
                 self._progress(f"{kind} {shape}")
                 work = shape.work
                 row = [work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs]
@@ -207,7 +203,7 @@ def _loaded_language(
         dtype=str(options.dtype).removeprefix("torch."),
         model="profile",
     )
-    num_blocks = options.num_blocks + language.state_blocks(BLOCK_SIZE)
+    num_blocks = NUM_BLOCKS + language.state_blocks(BLOCK_SIZE)
     transport = EmbeddedTransport(path="shm")
     try:
         runner = StepRunner(
@@ -217,7 +213,7 @@ def _loaded_language(
             num_position_axes=family.num_position_axes,
             graph_sizes=decode_graph_sizes(max(DECODES)),
             max_num_seqs=max(DECODES),
-            max_model_len=min(language.max_model_len, (options.num_blocks - 1) * BLOCK_SIZE),
+            max_model_len=min(language.max_model_len, (NUM_BLOCKS - 1) * BLOCK_SIZE),
         )
         yield language, runner
     finally:

@@ -126,7 +126,6 @@ class SimInstance:
             pid=self.pid,
             ready=self.ready,
             load=self.load(),
-            assists=spec.assists,
             budgets={"max_num_batched_tokens": self._budget.max_num_tokens} if has_language else {},
             host_id=spec.host,
             block_size=spec.block_size if has_language else 0,
@@ -212,8 +211,6 @@ class SimInstance:
             for done in item.done:
                 done()
         self._begin_encode()
-        if self.spec.assists:
-            self.begin_step()
 
     # ------------------------------------------------------------------ requests
 
@@ -318,8 +315,8 @@ class SimInstance:
         self._unseen_features.clear()
 
     def begin_step(self) -> None:
-        """Begin a step if none is running, no encode goes first, and there is work."""
-        if self.is_stepping or not self._has_work or (self.spec.assists and self.flights):
+        """Begin a step if none is running and there is work."""
+        if self.is_stepping or not self._has_work:
             return
         output = self.queues.plan(self._clock.now)
         if not output and (self._unseen or self._unseen_features):

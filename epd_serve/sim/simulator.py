@@ -16,7 +16,7 @@ from epd_serve.cost.stages import NETWORK, SAME_DEVICE, Link
 from epd_serve.errors import ServeError
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.retry import LOOK_AGAIN_S, Retry
-from epd_serve.routing.routes import Demand, Route, RoutePolicy, Router
+from epd_serve.routing.routes import Demand, Route, Router
 from epd_serve.routing.table import InstanceTable, OpenCall
 from epd_serve.sched.sequence import Sequence as TokenSequence
 from epd_serve.sim.device import Clock, SimDevice
@@ -103,7 +103,7 @@ class Simulation:
         self.table = InstanceTable([(name, "") for name in self.instances])
         for name, instance in self.instances.items():
             self.table.update(name, instance.info(), contains=0)
-        self._router = Router(RoutePolicy(deployment.routing))
+        self._router = Router()
         self._spec = deployment.instances[0]  # prompts have the same tokens and blocks everywhere
         self._running: dict[str, _Running] = {}
         self._complete_at_s: float | None = None  # when each stage last had an instance
@@ -183,13 +183,7 @@ class Simulation:
     def _arrive(self, index: int) -> None:
         job = self.jobs[index]
         request = job.request
-        demand = Demand(
-            num_characters=4 * request.num_text_tokens,
-            num_pixels=request.num_pixels,
-            max_tokens=request.max_tokens,
-            prefix=_prefix(request) if self._router.routes.uses_prefix else (),
-            prefix_characters=4 * request.num_text_tokens,
-        )
+        demand = Demand(num_characters=4 * request.num_text_tokens, num_pixels=request.num_pixels)
         retry = Retry(self.table, self._router, "model", demand)
         self.clock.after(self._spec.profile.request_s, partial(self._send, job, retry))
         if index + 1 < len(self.jobs):
@@ -214,13 +208,11 @@ class Simulation:
         stages = (Stage.PREFILL,) if route.fused else (Stage.PREFILL, Stage.DECODE)
         for stage in stages:
             record = route.at(stage)
-            is_prefill = stage is Stage.PREFILL
             running.calls[stage] = self.table.open_call(
                 record,
                 stage,
                 request_id=sequence.request_id,
-                work=route.prefill_work if is_prefill else route.decode_work,
-                prefix=route.prefix if is_prefill else (),
+                work=route.prefill_work if stage is Stage.PREFILL else route.decode_work,
             )
             self.instances[record.name].receive(stage, sequence.request_id)
         items = list({ref.mm_hash: ref for ref in job.request.media}.values())
@@ -353,11 +345,3 @@ def _link(one: SimInstanceSpec, other: SimInstanceSpec) -> Link:
     if one.device == other.device:
         return SAME_DEVICE
     return Link(handshake_s=one.profile.handshake_s, bytes_per_s=one.profile.link_bytes_per_s)
-
-
-def _prefix(request: SimRequest) -> tuple[tuple[int, bytes], ...]:
-    """Return each prefix of the prompt as (characters, hash)."""
-    return tuple(
-        (4 * request.prefix_tokens * (i + 1), blake2b(repr(request.prefix[: i + 1]).encode()).digest())
-        for i in range(len(request.prefix))
-    )

@@ -8,12 +8,13 @@ from functools import lru_cache
 
 from epd_serve.config.sections import BatchingOrder
 from epd_serve.cost.profile import Profile
+from epd_serve.cost.stages import MAX_BATCH_PIXELS
 from epd_serve.sched.schedule import Budget
 from epd_serve.sched.step_cost import StepCost, StepPace, latency_limit_s, search_budget
 from epd_serve.sched.step_sizes import Limits, Sizes, StepShape, size_steps
 from epd_serve.topology import Topology, place
 from epd_serve.topology.placement import CPU
-from epd_serve.types import Role, Routing
+from epd_serve.types import Role
 
 #: More blocks make no difference in a simulation of a few thousand requests.
 _MAX_BLOCKS = 1 << 17
@@ -27,7 +28,6 @@ class Batching:
 
     max_num_tokens: int = 2048
     max_num_seqs: int = 64
-    image_budget_pixels: int = 8 << 20
     order: BatchingOrder = "fcfs"
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -42,7 +42,6 @@ class SimInstanceSpec:
 
     Attributes:
         host, device: instances on one device slow each other down.
-        assists: an encoder that takes text requests while the others' queue is long; its encodes go first.
         runs_ahead: it plans the next step when a step begins.
     """
 
@@ -55,7 +54,6 @@ class SimInstanceSpec:
     block_size: int = 16
     batching: Batching = DEFAULT
     runs_ahead: bool = False
-    assists: bool = False
 
     @property
     def state_blocks(self) -> int:
@@ -77,7 +75,6 @@ class SimDeployment:
     """Instances behind one gateway."""
 
     instances: tuple[SimInstanceSpec, ...]
-    routing: Routing = "least_loaded"
 
 
 def build(
@@ -86,11 +83,9 @@ def build(
     profile_of: Callable[[str, int], Profile],
     *,
     batching: Batching = DEFAULT,
-    routing: Routing = "least_loaded",
     host_of: Callable[[str], str] = lambda device: "host0",
     block_size: int | None = None,
     num_blocks: int | None = None,
-    assist: bool = False,
 ) -> SimDeployment:
     """Place instances on devices like ``epd-serve up``.
 
@@ -99,7 +94,6 @@ def build(
 
     Args:
         profile_of: returns the profile for a device name and a tensor-parallel width.
-        assist: whether EPD instances assist the others.
 
     Raises NoWay if an instance has no room for KV next to the weights.
     """
@@ -126,12 +120,11 @@ def build(
                 block_size=size,
                 batching=batching,
                 runs_ahead=device != CPU,
-                assists=assist and str(one.role) == "EPD",
             )
         )
         if one.role.has_language_model and blocks < 8 + specs[-1].state_blocks:
             raise NoWay(f"{one.name}: the weights leave no room for KV on {device}")
-    return SimDeployment(instances=tuple(specs), routing=routing)
+    return SimDeployment(instances=tuple(specs))
 
 
 def size_steps_of(spec: SimInstanceSpec) -> tuple[Budget, StepCost]:
@@ -170,7 +163,7 @@ def find_image_budget(spec: SimInstanceSpec) -> int:
     """Return the largest batch of 448-pixel square images within the limit, in pixels."""
     limit_s, area = spec.limit_s, 448 * 448
     if limit_s is None or not spec.profile.encode:
-        return spec.batching.image_budget_pixels
-    most = max(1, spec.batching.image_budget_pixels // area)
+        return MAX_BATCH_PIXELS
+    most = max(1, MAX_BATCH_PIXELS // area)
     size, _ = search_budget(lambda count: spec.profile.encode_s([area] * count), limit_s, most)
     return area * size

@@ -41,7 +41,6 @@ class SimRequest:
         images: (name, pixels) of each; equal names mean the same image.
         num_text_tokens: prompt tokens without images.
         prefix: names of the prompt's leading parts of ``prefix_tokens`` tokens each, for prefix reuse.
-        max_tokens: the client's limit; None: open-ended.
     """
 
     at_s: float
@@ -50,7 +49,6 @@ class SimRequest:
     images: tuple[tuple[str, int], ...] = ()
     prefix: tuple[int, ...] = ()
     prefix_tokens: int = 512
-    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_text_tokens < 1 or self.num_output_tokens < 1 or self.at_s < 0:

@@ -23,7 +23,6 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 
-from epd_serve.factories import as_it_is, factory
 from epd_serve.protocol.wire import FeatureWithdrawn, Region
 from epd_serve.rpc.cluster import cluster_key
 from epd_serve.transfer.embedded import EmbeddedTransport
@@ -216,7 +215,7 @@ class SchedulerOfP(StoreFeatureConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
-        transport = factory("transport", as_it_is)(EmbeddedTransport(self._host, key=cluster_key()))
+        transport = EmbeddedTransport(self._host, key=cluster_key())
         self._announced = AnnouncedFeatures(transport, self._capacity, float(self._extra.get("timeout_s", 30.0)))
         self._links = LinkThread()
         self._links.serve(self._host, self._port, self._announced.calls)

@@ -16,7 +16,6 @@ if hasattr(torch.cpu, "_init_amx"):
 
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector
 
-from epd_serve.factories import as_it_is, factory
 from epd_serve.protocol.addresses import is_loopback
 
 _BootstrapServer = mooncake_connector.MooncakeBootstrapServer
@@ -33,8 +32,3 @@ mooncake_connector.MooncakeBootstrapServer = _start_bootstrap
 
 class MooncakeCPUConnector(mooncake_connector.MooncakeConnector):
     """``kv_connector: MooncakeCPUConnector``."""
-
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        if self.connector_worker is not None:
-            self.connector_worker.engine = factory("mooncake engine", as_it_is)(self.connector_worker.engine)

@@ -140,9 +140,8 @@ class AdminPlane:
         engine = "vllm" if self._gateway.settings.config.engine == "vllm" else "native"
         instances = [_describe(record) for record in self._gateway.fleet.table]
         fleet = self._gateway.fleet
-        topology = None if fleet.topology is None else str(fleet.topology)
-        models = [*fleet.table.models()]
-        return JSONResponse({"topology": topology, "models": models, "engine": engine, "instances": instances})
+        shown = {"topology": fleet.layout(), "models": [*fleet.table.models()], "engine": engine}
+        return JSONResponse({**shown, "instances": instances})
 
     async def _show_requests(self) -> JSONResponse:
         """Count running and waiting requests, in total and per API key."""

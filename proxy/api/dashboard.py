@@ -85,7 +85,7 @@ def snapshot(gateway: Gateway) -> dict[str, Any]:
         "version": version("epd-serve"),
         "engine": config.engine,
         "uptime_s": round(up_s, 1),
-        "topology": None if fleet.topology is None else str(fleet.topology),
+        "topology": fleet.layout(),
         "models": list(fleet.table.models()),
         "missing": [stage.value for stage in fleet.table.missing_stages()],
         "running": queue.num_running,

@@ -33,6 +33,7 @@ CASES = {
     "closed loop": lambda: [measured([good(0, 0.0), good(1, 0.2)], rate=None, arrivals="closed:4")],
     "trace": lambda: [measured([good(n, n / 2) for n in range(9)], rate=None, arrivals="trace")],
     "failures alone": lambda: [measured([failed(0, 0.0)]), measured([failed(0, 0.0)], rate=4)],
+    "a label": lambda: [loaded("<b>&\"'", 2, capacity=5)],
     "one token": lambda: [measured([good(0, 0.0)])],
 }
 
@@ -41,9 +42,10 @@ CASES = {
 def test_page_and_terminal_show_every_run(name: str, tmp_path: Path) -> None:
     runs: Sequence[Run] = CASES[name]()
     path = tmp_path / "report.html"
-    write_report(path, runs, 0.9, title="<i>Load</i>")
+    write_report(path, runs, 0.9)
     page = path.read_text(encoding="utf-8")
-    assert "&lt;i&gt;Load&lt;/i&gt;" in page and "<b>&\"'" not in page
+    title = escape(runs[0].label) if len({run.label for run in runs}) == 1 else "deployments under load"
+    assert f"{title}</h1>" in page and "<b>&\"'" not in page
     assert not re.search(r"<(script|link|img)[^>]*(src|href)=", page), "it loads nothing"
     assert page.count('class="plotly-graph-div"') == 3
     assert page.count('<tr><td class="name">') == len(runs)
@@ -64,6 +66,6 @@ def test_page_and_terminal_show_every_run(name: str, tmp_path: Path) -> None:
 def test_the_exit_code(lost: int, late: int, fail_on_slo: bool, code: int) -> None:
     """Of four requests, some fail and some are late; one that is lost misses the SLO as well."""
     records = [failed(n, n / 2) if n < lost else good(n, n / 2, ttft_s=9.0 if n < late else 0.1) for n in range(4)]
-    output = Output(fail_on_slo=fail_on_slo, attainment=0.5, console=Console(file=io.StringIO()))
+    output = Output(report=False, as_json=False, fail_on_slo=fail_on_slo, attainment=0.5)
     assert output.exit_code([measured([good(0, 0.0)]), measured(records)]) == code
     assert SLO_MISSED == 3

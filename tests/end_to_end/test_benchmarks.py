@@ -12,7 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SMALLEST = {
     "batching": "--rounds 1 --share 0.05",
-    "engine_thread": "--sequences 8 --contexts 64 --steps 5",
     "fuzz": "--topology EPD --requests 60 --frames 20",
     "gateway": "--rounds 1",
     "request_path": "",

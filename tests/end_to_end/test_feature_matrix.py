@@ -21,11 +21,10 @@ SMALL_BUDGETS = {"image_budget_pixels": 10 * 140 * 140, "max_num_seqs": 16}
 SMALL_POOL = 11 * 40960
 
 CASES: dict[str, dict[str, Any]] = {
-    "budgets, slack, encodes after prefill, small pool, trace": {
+    "budgets, slack, small pool, trace": {
         "slo": {"ttft_ms": 4000, "tpot_ms": 400},
         "instances": {"batching": {"order": "slack"}, "kv_cache_bytes": SMALL_POOL, **SMALL_BUDGETS},
         "trace": True,
-        "baselines": {"encodes": "after-prefill"},
     },
     "no budgets, shortest first, small pool, late features": {
         "instances": {"batching": {"order": "sjf"}, "kv_cache_bytes": SMALL_POOL},
@@ -47,7 +46,7 @@ async def test_tokens_equal_generate(case: str, tmp_path: Path, monkeypatch: pyt
     if settings.pop("trace", False):
         settings["trace"] = tmp_path / "trace"
     model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
-    for name, value in environment(**settings.pop("baselines")).items():
+    for name, value in environment(**settings.pop("baselines", {})).items():
         monkeypatch.setenv(name, value)
     small = "kv_cache_bytes" in settings["instances"]
     async with start_fleet(model, "E-P-ED-EPD-D", **settings) as fleet:

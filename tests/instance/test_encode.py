@@ -104,13 +104,13 @@ class Consumer:
         self.taken.append((request_id, ref, len(feature)))
 
 
-class Gate(Encoder):
-    """Starts batches when it is open."""
+class Gate(TowerStream):
+    """Lets batches start when it is open."""
 
     is_open = True
     num_asked = 0
 
-    def may_start(self) -> bool:
+    def may_start(self, num_pixels: int) -> bool:
         self.num_asked += 1
         return self.is_open
 
@@ -141,16 +141,16 @@ class Bench:
         tower: Tower,
         peers: Peers | None = None,
         *,
-        kind: type[Encoder] = Gate,
+        kind: type[TowerStream] = Gate,
         family: Any = None,
         image_budget_pixels: int = 1,
         num_threads: int = 2,
     ) -> Any:
         parts: list[Any] = [TowerModel(tower, family or Family()), peers or Peers()]
-        encoder = kind(
+        encoder = Encoder(
             *parts,
             processor=RequestProcessor(num_threads, queue_timeout_s=60, spans=self.telemetry.spans),
-            stream=TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic)),
+            stream=kind(get_device("cpu"), DeviceBoard(None, 0, time.monotonic)),
             device=get_device("cpu"),
             telemetry=self.telemetry,
             url=HERE,
@@ -218,15 +218,15 @@ async def test_a_batch_waits_until_it_may_start_and_counts_the_pixels_that_the_t
     """Images of hundreds of pixels, of which the processor leaves one each."""
     tower = Tower()
     encoder = bench.encoder(tower, image_budget_pixels=2)
-    encoder.is_open = False
+    encoder.stream.is_open = False
     refs = [wire.MediaRef(letter * 64, *PICTURE.size) for letter in "abc"]
     asked = [asyncio.create_task(encoder.encode(request("r", ref=ref))) for ref in refs]
     await until(lambda: len(encoder._waiting) == 3)
-    num_asked = encoder.num_asked
+    num_asked = encoder.stream.num_asked
     encoder.stream.reconsider()
-    await until(lambda: encoder.num_asked == num_asked + 1)
+    await until(lambda: encoder.stream.num_asked == num_asked + 1)
     assert tower.num_images == 0, "asked again, still no"
-    encoder.is_open = True
+    encoder.stream.is_open = True
     await asyncio.to_thread(encoder.stream.reconsider)
     await asyncio.wait_for(asyncio.gather(*asked), 300)
     assert [span.attributes["images"] for span in bench.spans] == [1, 2], "the first one alone, to be measured"
@@ -235,37 +235,37 @@ async def test_a_batch_waits_until_it_may_start_and_counts_the_pixels_that_the_t
 
 async def test_segments_of_a_video_do_not_wait_for_each_other(bench: Bench) -> None:
     encoder = bench.encoder(Tower(), image_budget_pixels=9)
-    encoder.is_open = False
+    encoder.stream.is_open = False
     segments = wire.MediaRef("v" * 64, *PICTURE.size, num_segments=3).segments
     asked = [asyncio.create_task(encoder.encode(request("r", ref=ref))) for ref in segments]
     await until(lambda: len(encoder._waiting) == 3)
-    encoder.is_open = True
+    encoder.stream.is_open = True
     await asyncio.to_thread(encoder.stream.reconsider)
     await asyncio.wait_for(asyncio.gather(*asked), 300)
     assert [span.attributes["images"] for span in bench.spans] == [1, 1, 1]
 
 
-class ChangesItsMind(Encoder):
+class ChangesItsMind(TowerStream):
     """Opens, and says so, after it has said no and before the encoder has heard that."""
 
     answers = (False, True)
 
-    def may_start(self) -> bool:
+    def may_start(self, num_pixels: int) -> bool:
         answer, *rest = self.answers
         self.answers = tuple(rest)
-        thread = threading.Thread(target=self.stream.reconsider)
+        thread = threading.Thread(target=self.reconsider)
         thread.start()
         thread.join()
         return answer
 
 
-class NoAnswer(Encoder):
-    def may_start(self) -> bool:
+class NoAnswer(TowerStream):
+    def may_start(self, num_pixels: int) -> bool:
         raise OSError("the device does not say how much memory it has")
 
 
 @pytest.mark.parametrize("kind", [ChangesItsMind, NoAnswer])
-async def test_an_encoder_starts_whatever_happens_to_the_question(bench: Bench, kind: type[Encoder]) -> None:
+async def test_an_encoder_starts_whatever_happens_to_the_question(bench: Bench, kind: type[TowerStream]) -> None:
     encoder = bench.encoder(Tower(), kind=kind)
     assert (await asyncio.wait_for(encoder.encode(request("r")), 300)).num_tokens == 2
 
@@ -273,13 +273,13 @@ async def test_an_encoder_starts_whatever_happens_to_the_question(bench: Bench, 
 @pytest.mark.parametrize("held", [False, True])
 async def test_an_encoder_is_busy_with_what_it_prepares_and_with_no_second_twice(bench: Bench, held: bool) -> None:
     encoder = bench.encoder(Tower(), family=Family(PREPARE_S), image_budget_pixels=1)
-    encoder.is_open = not held
+    encoder.stream.is_open = not held
     since_s = time.monotonic()
     refs = [wire.MediaRef(name * 64, *PICTURE.size) for name in "ab"]
     asked = [asyncio.create_task(encoder.encode(request("r", ref=ref))) for ref in refs]
     if held:
-        await until(lambda: encoder.num_asked > 0)
-        encoder.is_open = True
+        await until(lambda: encoder.stream.num_asked > 0)
+        encoder.stream.is_open = True
         encoder.stream.reconsider()
     await asyncio.gather(*asked)
     computed_s = sum(span.end_s - span.start_s for span in bench.spans)

@@ -46,6 +46,29 @@ async def test_a_new_epoch_is_asked_about_before_it_gets_work(gateway):
     assert str(gateway.table["p1"].role) == "D" and gateway.table["p1"].info.epoch == 1
 
 
+async def test_instances_and_dashboard_show_the_layout_in_fact(start):
+    gateway = await start(
+        "p0:P", "d0:D", "p1:P", "e0:E", reporting=True, admin=admin_plane(), topology="(P-D)-P-E"
+    )
+
+    async def shown():
+        lines = []
+        for url in (f"{gateway.app.state.admin_url}/instances", f"{gateway.url}/dashboard/data"):
+            async with gateway.session.get(url) as response:
+                lines.append((await response.json())["topology"])
+        return lines
+
+    assert await shown() == ["(P-D)-P-E"] * 2
+    p1 = gateway["p1"]
+    p1.role, p1.info = "D", {"epoch": 1}
+    p1.report = lambda: Report(load=Load(), ready=True, epoch=1)
+    await gateway.until(lambda: str(gateway.table["p1"].role) == "D")
+    assert await shown() == ["E-P-2D"] * 2
+    gateway.become([("d7", gateway["d0"].url), ("p7", gateway["p0"].url)])
+    await gateway.until(lambda: all(one.ready for one in gateway.table))
+    assert await shown() == ["P-D"] * 2
+
+
 @pytest.mark.parametrize("first", ["p0", "d0"])
 async def test_d_leaving_during_ps_reservation_is_the_reported_cause(start, kit, first):
     """P alone serves its stage: blamed for what D has done, it would leave the request nowhere to go."""

@@ -13,11 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sim_load import SHAREGPT_4O, TEXT, VISUAL_WEB_INSTRUCT, check_books, load
 
-from device.datasheets import spec_of
 from device.emulated.timeline import Demand, Running, advance
 from epd_serve.cost.profile import DecodeLine, Profile
-from epd_serve.cost.roofline import analytic_profile
-from epd_serve.cost.shape import shape_of
 from epd_serve.cost.stages import Link
 from epd_serve.sim.device import Activity, Clock, SimDevice
 from epd_serve.sim.simulator import Simulation, simulate
@@ -187,7 +184,7 @@ def test_prefixes_are_computed_once(deployed: Deploy) -> None:
     known = [replace(one, prefix=(7, 8)) for one in fresh]
 
     def last_ttft(requests: list[SimRequest]) -> float:
-        return simulate(deployed("EPD", routing="prefix_affinity"), requests).jobs[-1].ttft_s or 0.0
+        return simulate(deployed("EPD"), requests).jobs[-1].ttft_s or 0.0
 
     assert last_ttft(known) < 0.5 * last_ttft(fresh)
 
@@ -214,30 +211,3 @@ def test_each_sequence_needs_room_for_its_recurrent_state(ascend: Profile) -> No
     assert kept.seconds > 1.5 * plain.seconds
     with pytest.raises(NoWay, match="no room for KV"):
         run(recurrent, num_blocks=105)
-
-
-def test_encoders_that_assist_add_tokens_and_delay_no_picture() -> None:
-    """HeteroServe, section 6.5, reports 13 % more tokens/s; half of the requests here are texts."""
-    shape, kinds = shape_of("llava-1.5-7b"), ("rtx-4090", "rtx-4090", "a100", "a100")
-    profiles = {f"cuda:{i}": analytic_profile(shape, spec_of(kind)) for i, kind in enumerate(kinds)}
-    mixed = "synthetic,image_share=0.5,image_size=640x480,text_tokens=64,output_tokens=128"
-    requests = load(mixed, 400, 60.0)
-    outcomes = []
-    for assist in (False, True):
-        deployment = build(
-            parse_topology("2EPD-2PD" if assist else "2E-2PD"),
-            list(profiles),
-            lambda device, _: profiles[device],
-            batching=Batching(max_num_tokens=8192),
-            assist=assist,
-        )
-        outcomes.append(simulate(deployment, requests))
-        check_books(outcomes[-1])
-    alone, assisted = outcomes
-    assert assisted.seconds < 0.95 * alone.seconds
-    assert fmean(picture_s(assisted)) <= fmean(picture_s(alone))
-
-
-def picture_s(outcome: Simulation) -> list[float]:
-    """Seconds until the first token of each request with a picture."""
-    return [job.ttft_s or 0.0 for job in outcome.jobs if job.request.images]

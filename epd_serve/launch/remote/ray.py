@@ -144,7 +144,7 @@ def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str
     Raises ValueError if Ray, the cluster, a key or resources are missing, or if a process dies before the
     deployment is ready; then everything is removed again.
     """
-    config = resolve(config)
+    config, _ = resolve(config)
     found = groups(config)
     admin_key = read_secret(config.gateway.admin.key, "gateway.admin.key") or os.environ.get(ADMIN_KEY, "").strip()
     if not admin_key:
