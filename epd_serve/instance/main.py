@@ -56,7 +56,7 @@ def run_instance(options: InstanceOptions) -> None:
 
 
 def end_process() -> NoReturn:
-    """End this process with exit code 0, after :func:`run_instance` has released its resources.
+    """End this process with exit code 0: it has released its resources, or is loading and has nothing to finish.
 
     This skips interpreter shutdown, which with torch loaded costs a second of CPU time and copies the memory
     shared with the parent process.
@@ -91,7 +91,9 @@ async def _serve(options: InstanceOptions) -> None:
     draining: list[asyncio.Task[None]] = []
 
     def stop() -> None:
-        """Drain, then stop; stop at once on the second signal or before the instance is ready."""
+        """Drain, then stop; stop at once on the second signal, or before the instance is ready."""
+        if not (instance.ready or working.done()):
+            end_process()  # a thread loads the model, and the event loop would wait for it
         if draining or not instance.ready:
             instance.reports.close()  # the server waits for all streams to end
             server.should_exit = True
