@@ -128,8 +128,12 @@ class Lifecycle:
         return instance_state.Left(seconds)
 
     async def end(self) -> None:
-        """Accept no new requests from now on; return once all running requests have ended."""
+        """Accept no new requests from now on; return once all running requests have ended.
+
+        Cancels a switch that is draining.
+        """
         self._is_ending = True
+        self._is_called_back = self.state is SwitchState.DRAINING
         self._instance.state_changed()
         while any(self._instance.in_use().values()):  # noqa: ASYNC110 - work ends in many places
             await asyncio.sleep(_TICK_S)

@@ -267,6 +267,18 @@ async def test_a_process_that_ends_refuses_new_requests_and_answers_the_others(m
         assert (await running).endswith(items.pack(items.END, [], b"data: [DONE]\n\n"))
 
 
+async def test_a_process_that_ends_builds_no_other_role(model: Path) -> None:
+    async with serving(model, "PD", num_blocks=100) as instance:
+        async with held(instance):
+            ordered = asyncio.create_task(instance.lifecycle.switch(RoleOrder(role="P")))
+            await until(lambda: instance.lifecycle.state is SwitchState.DRAINING)
+            ended = asyncio.create_task(instance.lifecycle.end())
+            with pytest.raises(Conflict):
+                await ordered
+        await ended
+        assert (instance.lifecycle.epoch, str(instance.lifecycle.role)) == (0, "PD")
+
+
 # ---------------------------------------------------------------------- memory
 
 
