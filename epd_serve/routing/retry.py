@@ -80,21 +80,6 @@ class Retry:
         generated: tokens that the client has; the next attempt continues after them.
     """
 
-    __slots__ = (
-        "_avoided",
-        "_demand",
-        "_error",
-        "_is_awaited",
-        "_lost",
-        "_model",
-        "_num_attempts",
-        "_num_planned",
-        "_router",
-        "_table",
-        "_until_s",
-        "generated",
-    )
-
     def __init__(self, table: InstanceTable, router: Router, model: str, demand: Demand) -> None:
         self._table = table
         self._router = router
