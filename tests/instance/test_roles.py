@@ -87,7 +87,7 @@ async def test_every_role_is_reached_from_every_other(device: str, roles: Sequen
         with little_memory(device, 1.7):
             for epoch, role in enumerate(roles[1:], start=1):
                 changed = await instance.lifecycle.switch(RoleOrder(role=role))
-                assert (changed.old, changed.new, changed.epoch) == (roles[epoch - 1], role, epoch)
+                assert (changed.old, changed.new) == (roles[epoch - 1], role)
                 info = instance.info()
                 assert (info.role, info.epoch, info.ready, info.state) == (role, epoch, True, "SERVING")
                 assert (info.block_size > 0) == (role != "E")
@@ -141,7 +141,7 @@ async def test_an_order_is_called_back_cancelled_or_too_late(model: Path) -> Non
                 await link.ask("/stage/prefill", [request("x")])
             assert refused.value.code == "draining"
             back = await switch(RoleOrder(role="PD"))
-            assert (back.old, back.new, back.epoch) == ("PD", "PD", 0)
+            assert (back.old, back.new, instance.info().epoch) == ("PD", "PD", 0)
             with pytest.raises(Conflict):
                 await ordered
             ordered = asyncio.create_task(switch(RoleOrder(role="P")))

@@ -208,7 +208,7 @@ class FakeInstance:
 
     def regular(self, message: Any) -> Script:
         if isinstance(message, wire.EncodeRequest):
-            return [(200, {}), wire.encode(wire.EncodeReply(cached=False, num_tokens=4))]
+            return [(200, {}), wire.encode(wire.EncodeReply(cached=False))]
         if isinstance(message, wire.TokenizeRequest):
             return [(200, {}), wire.encode(wire.TokenizeReply(tokens=[1, 2]))]
         if isinstance(message, wire.DecodeRequest):

@@ -302,7 +302,7 @@ class World:
 
     def _encode(self, done):
         if self.pick(True, False):
-            done.set_result(EncodeReply(cached=False, num_tokens=4))
+            done.set_result(EncodeReply(cached=False))
         else:
             done.set_exception(self._failure())
 
