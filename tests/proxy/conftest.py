@@ -356,7 +356,7 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
         stack.push_async_callback(servers.stop)
 
         async def start_gateway(
-            *instances: str, loading: bool = False, reporting: bool = False, router: Any = None, **settings: Any
+            *instances: str, loading: bool = False, reporting: bool = False, **settings: Any
         ) -> Gateway:
             fakes = await run_fakes(servers, *instances)
             for fake in fakes:
@@ -364,7 +364,7 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
                 if reporting:
                     fake.report = lambda: instance_state.Report(load=instance_state.Load())
             chosen = gateway_settings(**settings)
-            app = create_app(chosen, [(fake.name, fake.url) for fake in fakes], router=router)
+            app = create_app(chosen, [(fake.name, fake.url) for fake in fakes])
             url = await servers.add(new_server(app, "127.0.0.1", 0))
             session = await stack.enter_async_context(aiohttp.ClientSession())
             gateway = Gateway(url, app, session, fakes)

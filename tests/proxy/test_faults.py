@@ -9,7 +9,7 @@ from gateway_settings import gateway_settings
 from instance_info import instance_info
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.routing.routes import Router
+from epd_serve.routing.routes import RoutePolicy
 from proxy.fleet import Fleet
 
 STREAMS = pytest.mark.parametrize("stream", [True, False])
@@ -164,14 +164,12 @@ async def test_the_deadline_within_a_stream_is_an_error_event(start, kit):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_fault_of_the_gateway_is_a_counted_500_that_ends_the_connection(start, kit, stream):
-    class Broken:
-        uses_prefix = False
+async def test_a_fault_of_the_gateway_is_a_counted_500_that_ends_the_connection(start, kit, stream, monkeypatch):
+    def choose_route(*_, **__):
+        raise LookupError("a bug")
 
-        def choose_route(self, *_, **__):
-            raise LookupError("a bug")
-
-    gateway = await start("pd0:PD", router=Router(Broken()))
+    monkeypatch.setattr(RoutePolicy, "choose_route", choose_route)
+    gateway = await start("pd0:PD")
     async with gateway.post(kit.chat(stream=stream)) as response:
         assert (response.status, response.headers["connection"]) == (500, "close")
         assert "LookupError" in json.loads(await response.read())["error"]["message"]

@@ -17,7 +17,6 @@ from epd_serve.errors import InstanceFailed, InstanceLost, ServeError
 from epd_serve.protocol import wire
 from epd_serve.protocol.wire import EncodeReply, MediaRef
 from epd_serve.routing.retry import MAX_ATTEMPTS
-from epd_serve.routing.routes import Router
 from epd_serve.rpc import items
 from epd_serve.telemetry.span import TraceContext
 from epd_serve.types import SamplingParams
@@ -211,7 +210,7 @@ class World:
         chosen = gateway_settings(restart=self.pick("never", "on-failure"))
         instances = [(name, f"http://{name}") for name in ROLES]
         connect = lambda name, _: Instance(self, name)  # noqa: E731
-        self.fleet = Fleet(chosen, instances, connect, Router())
+        self.fleet = Fleet(chosen, instances, connect)
         self.table = self.fleet.table
         for name in ROLES:
             self._return(name, 1)
