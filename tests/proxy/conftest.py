@@ -59,6 +59,12 @@ REST = b'data: {"choices":[{"index":0,"delta":{"content":"b"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 WHOLE = b'{"object":"chat.completion"}'
 
+
+def sent(*events: bytes) -> bytes:
+    """The frames in which an instance sends events, each a token; DONE is the last."""
+    return b"".join(frame(0, end=True) if event == DONE else items.pack(0, (1,), event) for event in events)
+
+
 #: Steps of a script: seconds to wait, (status, headers) to start the answer, bytes of its body, a
 #: function that makes one of these or is awaited, or one of these words.
 DIE, FOREVER = "die", "forever"
@@ -212,11 +218,11 @@ class FakeInstance:
         if isinstance(message, wire.TokenizeRequest):
             return [(200, {}), wire.encode(wire.TokenizeReply(tokens=[1, 2]))]
         if isinstance(message, wire.DecodeRequest):
-            return [0.05, (200, {}), *([REST, DONE] if message.stream else [WHOLE])]
+            return [0.05, (200, {}), sent(REST, DONE) if message.stream else WHOLE]
         follows = message.decode_url is not None
         start = (200, {wire.NEXT_HEADER: "decode" if follows else "none"})
         if message.output.stream:
-            return [0.01, start, FIRST] if follows else [0.01, start, FIRST, REST, DONE]
+            return [0.01, start, sent(FIRST) if follows else sent(FIRST, REST, DONE)]
         return [0.01, start] if follows else [0.01, start, WHOLE]
 
     def _info(self) -> instance_state.InstanceInfo:
@@ -389,6 +395,7 @@ def kit() -> SimpleNamespace:
         NONE=(200, {wire.NEXT_HEADER: "none"}),
         fail=fail,
         frame=frame,
+        sent=sent,
         events_of=events_of,
         FRAMES=(200, {"content-type": items.CONTENT_TYPE}),
         FRAMES_THEN_DECODE=(200, {"content-type": items.CONTENT_TYPE, wire.NEXT_HEADER: "decode"}),

@@ -74,11 +74,11 @@ class Call:
 
     prompt_note = ""
 
-    def __init__(self, world, name, request_id, *, framed):
+    def __init__(self, world, name, request_id, *, knows_tokens):
         self.world = world
         self.name = name
         self.request_id = request_id
-        self.framed = framed
+        self.knows_tokens = knows_tokens
         self.decode_follows = False
         self.opened: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
         self.num_closed = 0
@@ -193,7 +193,7 @@ class World:
         self.num_steps = 0
         self.num_choices = num_choices
         self.streams = streams
-        self.is_framed = self.pick(True, True, True, False)
+        self.knows_tokens = self.pick(True, True, True, False)
         self.calls = []
         self.next = []
         self.is_fused = False
@@ -238,7 +238,7 @@ class World:
         return self.data.draw(st.sampled_from(options))
 
     def open(self, name, request_id):
-        call = Call(self, name, request_id, framed=self.is_framed)
+        call = Call(self, name, request_id, knows_tokens=self.knows_tokens)
         self.calls.append(call)
         return call
 
@@ -317,17 +317,17 @@ class World:
                     number = self.next[choice]
                     self.next[choice] += 1
                     event = b"data: %d %d\n\n" % (choice, number)
-                    call.send(items.pack(choice, (number,), event) if call.framed else event)
+                    call.send(items.pack(choice, (number,) if call.knows_tokens else (), event))
         if what == "nothing" or not call.is_read:
             return
         if is_whole:
-            call.send((items.pack(items.END, (), DONE) if call.framed else DONE) if self.streams else b"{}")
+            call.send(items.pack(items.END, (), DONE) if self.streams else b"{}")
             if not call.is_read:  # the client takes the end slowly
                 call.end()
                 return
         if what in ("end", "early end"):
             call.end()
-        elif what == "said" and self.streams and call.framed:
+        elif what == "said" and self.streams and call.knows_tokens:
             event = b"data: " + self._failure().to_json() + b"\n\n"
             call.send(items.pack(items.ERROR, (), event))
         elif what == "unreadable":
