@@ -8,11 +8,11 @@ import subprocess
 import sys
 
 import pytest
-import uvicorn
-from fastapi import FastAPI
 from program import read_until
 
-from epd_serve.instance.main import _Server
+from epd_serve.config import InstanceOptions, ShapeConfig
+from epd_serve.instance import main
+from epd_serve.types import Role
 
 #: An instance whose model takes long to load.
 LOADING = """
@@ -47,6 +47,13 @@ def test_one_that_loads_ends_at_once() -> None:
 async def test_a_port_that_is_taken_is_a_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        server = _Server(uvicorn.Config(FastAPI(), port=port, lifespan="off", log_config=None))
-        with pytest.raises(ValueError, match=rf"cannot listen on .* port {port}: .*address already in use"):
-            await server.serve()
+        options = InstanceOptions(
+            name="p",
+            role=Role.parse("P"),
+            model=ShapeConfig(shape_of="qwen2.5-vl-7b"),
+            served_model_name="m",
+            device="emulated:h200:0",
+            port=port,
+        )
+        with pytest.raises(ValueError, match=rf"cannot listen on .* port {port}: Address already in use"):
+            await main._serve(options)
