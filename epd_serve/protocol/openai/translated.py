@@ -47,7 +47,9 @@ class TranslatedChat(ChatCompletionRequest):
             return cls.model_validate(fields)
         except (ValidationError, InvalidRequest) as error:
             failure = explain(error, cls) if isinstance(error, ValidationError) else error
-            failure.param = cls._field(failure.param, fields["places"])
+            param = cls._field(failure.param, fields["places"])
+            failure.message = failure.message.replace(failure.param or "", param or "")
+            failure.param = param
             raise failure from error
 
     def media(self) -> list[MediaSource]:
