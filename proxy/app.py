@@ -24,7 +24,6 @@ from epd_serve.protocol.openai.generation import (
 from epd_serve.protocol.openai.responses import ResponsesCall
 from epd_serve.protocol.openai.tokenizing import DetokenizeBody, TokenizeBody
 from epd_serve.protocol.openai.transcriptions import TranscriptionCall
-from epd_serve.routing.routes import Router
 from proxy.admin.plane import AdminPlane, running_admin, running_on_path
 from proxy.admission import Admission
 from proxy.api.dashboard import dashboard_router
@@ -43,11 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(
-    settings: GatewaySettings,
-    instances: list[tuple[str, str]],
-    *,
-    router: Router | None = None,
-    switch_dir: Path | None = None,
+    settings: GatewaySettings, instances: list[tuple[str, str]], *, switch_dir: Path | None = None
 ) -> FastAPI:
     """Return the gateway for ``instances``, pairs of a name and a control URL.
 
@@ -60,7 +55,7 @@ def create_app(
     fetcher = MediaFetcher(settings)
     gateway = Gateway(
         settings=settings,
-        fleet=Fleet(settings, instances, connector(config, connections, switch_dir), router),
+        fleet=Fleet(settings, instances, connector(config, connections, switch_dir)),
         admission=Admission(settings),
         loader=MediaLoader(settings, fetcher),
         observer=Observer(config),

@@ -29,7 +29,7 @@ from epd_serve.errors import (
     Unavailable,
 )
 from epd_serve.protocol.instance_state import InstanceInfo
-from epd_serve.routing.routes import RoutePolicy, Router
+from epd_serve.routing.routes import RoutePolicy
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.topology import Topology, place
 from epd_serve.topology.placement import CPU
@@ -121,14 +121,13 @@ class Fleet:
         settings: GatewaySettings,
         instances: list[tuple[str, str]],
         connect: Connect,
-        router: Router | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``instances``: pairs of a name and a control URL."""
         self.settings = settings
         self.table = InstanceTable(instances)
         self.calls = {name: connect(name, url) for name, url in instances}
-        self.router = router or Router(RoutePolicy(settings.gateway.routing))
+        self.policy = RoutePolicy(settings.gateway.routing)
         self.topology: Topology | None = settings.config.topology
         self.started = asyncio.Event()
         self.watchers: set[Watcher] = set()

@@ -104,7 +104,7 @@ def write_answers(directory: Path, stages: list[tuple[str, int]]) -> None:
         "models": _response(_json({"object": "list", "data": [{"id": MODEL, "object": "model"}]})),
         "opening": OPENING + pack(Welcome("", "")),
         "plain_head": _head({}),
-        "encode_body": wire.encode(wire.EncodeReply(cached=False, num_tokens=256)),
+        "encode_body": wire.encode(wire.EncodeReply(cached=False)),
         "prefill_head": _head({"content-type": items.CONTENT_TYPE, wire.NEXT_HEADER: "decode"}),
         "first_token": _token(first=True),
         "framed_head": _head({"content-type": items.CONTENT_TYPE}),

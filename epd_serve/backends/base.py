@@ -20,11 +20,14 @@ from epd_serve.protocol.wire import (
 
 
 class Answer(Protocol):
-    """A stage's answer after its status line: OpenAI's JSON or events, to be forwarded unparsed."""
+    """A stage's answer after its status line, to be forwarded unparsed.
+
+    It is OpenAI's JSON, or events in items (:mod:`epd_serve.rpc.items`).
+    """
 
     @property
-    def framed(self) -> bool:
-        """True if the bytes are items (:mod:`epd_serve.rpc.items`), which contain the tokens."""
+    def knows_tokens(self) -> bool:
+        """True if the items contain the tokens of their events."""
 
     @property
     def decode_follows(self) -> bool:

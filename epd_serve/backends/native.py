@@ -15,7 +15,6 @@ import msgspec
 
 from epd_serve.errors import InstanceLost, InstanceUntrusted, StageTimeout
 from epd_serve.protocol import instance_state, wire
-from epd_serve.rpc import items
 from epd_serve.rpc.http import HttpPool
 from epd_serve.rpc.link import MAX_BODY_BYTES, MAX_NOTE_BYTES, Link, LinkCall
 from epd_serve.rpc.tls import TlsFiles
@@ -23,7 +22,6 @@ from epd_serve.rpc.tls import TlsFiles
 INFO_TIMEOUT_S = 10.0
 _MAX_REPORT_BYTES = 1 << 20
 _NEXT = wire.NEXT_HEADER.encode()
-_FRAMES = items.CONTENT_TYPE.encode()
 _NOTE = wire.PROMPT_NOTE_HEADER.lower().encode()
 
 
@@ -58,13 +56,11 @@ class NativeConnections:
 class _StageCall(LinkCall):
     """A :class:`epd_serve.backends.base.StageCall` and its Answer."""
 
+    knows_tokens = True
+
     @property
     def decode_follows(self) -> bool:
         return self.headers.get(_NEXT) == b"decode"
-
-    @property
-    def framed(self) -> bool:
-        return self.headers.get(b"content-type") == _FRAMES
 
     @property
     def prompt_note(self) -> str:

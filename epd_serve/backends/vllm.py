@@ -305,7 +305,7 @@ class VllmInstance(HttpServer):
         if self._others.directory is not None:
             remember_role(self._others.directory, self.name, role)
         seconds = asyncio.get_running_loop().time() - began
-        return instance_state.RoleChanged(str(old), str(role), 0, seconds, seconds)
+        return instance_state.RoleChanged(str(old), str(role), seconds, seconds)
 
     async def leave(self, order: instance_state.LeaveOrder) -> instance_state.Left:
         began = asyncio.get_running_loop().time()
@@ -367,7 +367,7 @@ class VllmInstance(HttpServer):
                     await link.ask("/feature/withdraw", [wire.encode(withdrawn)])
             if exchange is not None:
                 exchange.note_encoded(ref.mm_hash)
-            return wire.EncodeReply(cached=False, num_tokens=0)
+            return wire.EncodeReply(cached=False)
         model = (exchange.request.output.model if exchange is not None else "") or self._model
         body = vllm_request.encode_body(model, ref, request.media)
         prefill = self._others.by_url.get(request.announce_to)
@@ -386,7 +386,7 @@ class VllmInstance(HttpServer):
         about = (answer.get("ec_transfer_params") or {}).get(ref.mm_hash, {})
         if exchange is not None:
             exchange.note_encoded(ref.mm_hash)
-        return wire.EncodeReply(cached=bool(about.get("cached")), num_tokens=int(about.get("tokens", 0)))
+        return wire.EncodeReply(cached=bool(about.get("cached")))
 
     def prefill(
         self, request: wire.PrefillRequest, *, trace_id: str, media: Sequence[bytes] = ()

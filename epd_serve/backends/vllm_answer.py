@@ -85,13 +85,14 @@ class Correction:
 
 
 class Events:
-    """Corrects the events of an answer; without a correction, they pass unparsed.
+    """Packs the events of an answer into items (:mod:`epd_serve.rpc.items`); only a correction parses them.
 
     Attributes:
         name: the instance's, for errors.
+        knows_tokens: whether the items contain the tokens of their events.
     """
 
-    framed = False
+    knows_tokens = False
 
     def __init__(self, name: str, correction: Correction | None = None) -> None:
         self.name = name
@@ -100,9 +101,11 @@ class Events:
     def passed(self, event: bytes) -> bytes:
         """Return the bytes to forward for an event without its final line feeds. Raises InstanceFailed."""
         data = event.removeprefix(_DATA)
-        if self.correction is not None and data.strip() != _DONE:
+        if data.strip() == _DONE:
+            return pack(END, (), event + _END_OF_EVENT)
+        if self.correction is not None:
             event = _DATA + self.corrected(data)
-        return event + _END_OF_EVENT
+        return pack(0, (), event + _END_OF_EVENT)
 
     def failed(self, event: bytes) -> bytes:
         """Return the bytes to forward for an error event, or raise its error."""
@@ -124,13 +127,13 @@ class Events:
 
 
 class TokenEvents(Events):
-    """Packs the events of an answer into items with their tokens (:mod:`epd_serve.rpc.items`).
+    """Packs the events of an answer into items with their tokens.
 
     Args:
         prompt: in tokens, for the rest of an answer: the request's prompt and the tokens generated before.
     """
 
-    framed = True
+    knows_tokens = True
     _has_ended = False
     _pending = b""
 
@@ -252,7 +255,7 @@ class VllmAnswer:
 
     def __init__(self, server: HttpServer, response: aiohttp.ClientResponse, events: Events) -> None:
         self._server, self._response, self._events = server, response, events
-        self.framed = events.framed
+        self.knows_tokens = events.knows_tokens
 
     def close(self) -> None:
         """End the connection unless the answer is complete. Idempotent."""
@@ -289,7 +292,7 @@ class VllmAnswer:
 class PrefillAnswer:
     """P's empty answer after the prefill: the text comes from D."""
 
-    framed = True
+    knows_tokens = True
     decode_follows = True
     prompt_note = ""
 

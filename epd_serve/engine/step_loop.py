@@ -274,12 +274,13 @@ class LayerGroups:
             if (transfer := transfers.get(sequence)) is None:
                 continue
             target, end = transfer.target, sequence.num_computed + count
+            assert target is not None, "a transfer has blocks at D before its prompt is computed"
             if end == sequence.num_tokens:
                 self._finished.append(transfer)
-                if target is not None and (state := sequence.state_blocks):
+                if state := sequence.state_blocks:
                     states[target.name].append(Part(transfer, state, target.block_ids[-len(state) :]))
             first, stop = transfer.next_block, -(-end // block_size)
-            if target is not None and first < stop:
+            if first < stop:
                 part = Part(transfer, sequence.blocks[first:stop], target.block_ids[first:stop])
                 parts[target.name].append(part)
                 # a partially filled block is sent again with the next chunk

@@ -25,10 +25,11 @@ from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.feature_receiver import ORPHAN_S
 from epd_serve.instance.text.tokenizer import Tokenizer
 from epd_serve.protocol import wire
+from epd_serve.recent import Recent
 from epd_serve.rpc.server import Reply
 from epd_serve.sched.sequence import Sequence
 from epd_serve.telemetry.span import DECODE_QUEUE
-from epd_serve.transfer.kv_receiver import KVReceiver, Tombstones
+from epd_serve.transfer.kv_receiver import KVReceiver
 from epd_serve.transfer.transport import PeerGone, TransferError, Transport
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Decoder:
         self._reservations = KVReceiver(self.memory, self.transport, self.engine.unreserve)
         self._asking: set[str] = set()  # transfers that wait for blocks
         self.requests: dict[str, _Request] = {}
-        self._ended: Tombstones[bool] = Tombstones()
+        self._ended: Recent[str] = Recent()
 
     @property
     def num_reservations(self) -> int:
@@ -114,7 +115,7 @@ class Decoder:
         self.engine.abort(request_id)
         self.telemetry.timeline.drop(request_id)
         self._reservations.abandon(request_id)
-        self._ended.add(request_id, True)
+        self._ended.add(request_id)
 
     # ------------------------------------------------------------------ from the prefill instance
 

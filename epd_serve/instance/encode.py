@@ -158,7 +158,7 @@ class Encoder:
                 f"the model does not support {PLURALS[request.ref.modality]}", code="unsupported_media"
             )
         if request.ref.segment is not None and not self._family.num_tokens(request.ref):
-            return EncodeReply(cached=True, num_tokens=0)  # the video has fewer groups of frames than segments
+            return EncodeReply(cached=True)  # the video has fewer groups of frames than segments
         try:
             return await self._store_and_announce(request, received)
         except InvalidRequest:
@@ -172,7 +172,7 @@ class Encoder:
             timeline.record_encode(owner, mm_hash, received, batch_s)
             await self.consumer.take(owner, request.ref, feature)
             timeline.record_fetch(owner, mm_hash, max(received, batch_s[1]))
-            return EncodeReply(cached=False, num_tokens=feature.shape[0])
+            return EncodeReply(cached=False)
 
     async def _store_and_announce(self, request: EncodeRequest, received: float) -> EncodeReply:
         """Encode an item unless it is stored, store its feature, and announce it to the consumer."""
@@ -191,7 +191,7 @@ class Encoder:
             timeline.record_fetch(owner, mm_hash, max(received, batch[1]))
         finally:
             self._store.release(owner, mm_hash)
-        return EncodeReply(cached=cached, num_tokens=feature.shape[0])
+        return EncodeReply(cached=cached)
 
     async def _announce(self, request: EncodeRequest, feature: StoredFeature) -> None:
         """Announce a feature to the consumer, or a copy on the host if the consumer cannot read this device."""

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
 from epd_serve.errors import NOT_MAPPED, PEER_UNREACHABLE, InstanceFailed
 from epd_serve.protocol.wire import FeatureEvent, MediaRef
-from epd_serve.transfer.kv_receiver import Tombstones
+from epd_serve.recent import Recent
 from epd_serve.transfer.transport import NotMapped, PeerGone, TransferError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class FeatureReceiver:
         self._wanted: dict[str, asyncio.Event] = {}
         self._items: dict[str, dict[str, MediaRef]] = {}
         self._early: dict[str, float] = {}  # request id → deadline of features held before their request
-        self._ended: Tombstones[bool] = Tombstones()
+        self._ended: Recent[str] = Recent()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         # a separate pool: fetches that hang must not delay tokenization of other requests
         self._threads = ThreadPoolExecutor(_NUM_FETCHES, thread_name_prefix="fetch")
@@ -157,7 +157,7 @@ class FeatureReceiver:
         self._items.pop(request_id, None)
         self._early.pop(request_id, None)
         self._cache.release(request_id)
-        self._ended.add(request_id, True)
+        self._ended.add(request_id)
 
     def expire(self) -> None:
         """Release features whose request never came."""

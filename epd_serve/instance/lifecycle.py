@@ -78,7 +78,7 @@ class Lifecycle:
             if self.state is SwitchState.DRAINING:
                 self._is_called_back = True
                 await self.settled.wait()
-            return instance_state.RoleChanged(str(role), str(role), self.epoch, time.monotonic() - began)
+            return instance_state.RoleChanged(str(role), str(role), time.monotonic() - began)
         if self.state is not SwitchState.SERVING:
             raise Conflict(f"the instance is {self.state} to switch from role {old}")
         if self.is_leaving:
@@ -98,7 +98,7 @@ class Lifecycle:
         await asyncio.shield(self._rebuilding)
         seconds = time.monotonic() - began
         logger.info("role %s → %s in %.3f s, including %.3f s to drain", old, role, seconds, drain_s)
-        return instance_state.RoleChanged(str(old), str(role), self.epoch, seconds, drain_s)
+        return instance_state.RoleChanged(str(old), str(role), seconds, drain_s)
 
     async def leave(self, order: instance_state.LeaveOrder) -> instance_state.Left:
         """Drain to leave; return once drained. If cancelled, or not stopped afterwards, the instance serves again.
@@ -128,8 +128,12 @@ class Lifecycle:
         return instance_state.Left(seconds)
 
     async def end(self) -> None:
-        """Accept no new requests from now on; return once all running requests have ended."""
+        """Accept no new requests from now on; return once all running requests have ended.
+
+        Cancels a switch that is draining.
+        """
         self._is_ending = True
+        self._is_called_back = self.state is SwitchState.DRAINING
         self._instance.state_changed()
         while any(self._instance.in_use().values()):  # noqa: ASYNC110 - work ends in many places
             await asyncio.sleep(_TICK_S)

@@ -7,10 +7,7 @@ import atexit
 import logging
 import os
 import signal
-import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -25,8 +22,8 @@ from epd_serve.instance.instance import Instance
 from epd_serve.protocol.addresses import NoBrowsers
 from epd_serve.rpc.cluster import cluster_key
 from epd_serve.rpc.joining import join_all
-from epd_serve.rpc.server import LinkService
-from epd_serve.rpc.sockets import raise_limit, watch_accepted
+from epd_serve.rpc.server import LinkService, QuietServer
+from epd_serve.rpc.sockets import listen, raise_limit, watch_accepted
 from epd_serve.rpc.tls import tls_files
 
 logger = logging.getLogger(__name__)
@@ -56,7 +53,7 @@ def run_instance(options: InstanceOptions) -> None:
 
 
 def end_process() -> NoReturn:
-    """End this process with exit code 0, after :func:`run_instance` has released its resources.
+    """End this process with exit code 0: it has released its resources, or is loading and has nothing to finish.
 
     This skips interpreter shutdown, which with torch loaded costs a second of CPU time and copies the memory
     shared with the parent process.
@@ -77,8 +74,6 @@ async def _serve(options: InstanceOptions) -> None:
     )
     config = uvicorn.Config(
         NoBrowsers(LookApp(service), options.host),
-        host=options.host,
-        port=options.port,
         http=service.protocol,
         lifespan="off",
         access_log=False,
@@ -87,11 +82,15 @@ async def _serve(options: InstanceOptions) -> None:
         timeout_graceful_shutdown=_GRACE_S,
         **({} if tls is None else tls.server_options),
     )
-    server = _Server(config)
+    server = QuietServer(config)  # with uvicorn's signal handlers, it would end before the instance is closed
+    listener = listen(options.host, options.port, "the instance (--port)")
+    watch_accepted(listener)
     draining: list[asyncio.Task[None]] = []
 
     def stop() -> None:
-        """Drain, then stop; stop at once on the second signal or before the instance is ready."""
+        """Drain, then stop; stop at once on the second signal, or before the instance is ready."""
+        if not (instance.ready or working.done()):
+            end_process()  # a thread loads the model, and the event loop would wait for it
         if draining or not instance.ready:
             instance.reports.close()  # the server waits for all streams to end
             server.should_exit = True
@@ -111,7 +110,7 @@ async def _serve(options: InstanceOptions) -> None:
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop)
-    serving, working = asyncio.create_task(server.serve()), asyncio.create_task(_work(instance))
+    serving, working = asyncio.create_task(server.serve(sockets=[listener])), asyncio.create_task(_work(instance))
     try:
         await asyncio.wait((serving, working), return_when=asyncio.FIRST_COMPLETED)
         if working.done() and not working.cancelled() and working.exception() is not None:
@@ -136,24 +135,3 @@ async def _work(instance: Instance) -> None:
         await join_all(
             options.join, options.name, instance.url, admin_headers(), key=cluster_key(), tls=tls_files()
         )
-
-
-class _Server(uvicorn.Server):
-    """uvicorn server with watched connections and without signal handlers, which would end the process before the
-    instance is closed. :meth:`serve` raises ValueError if it cannot listen."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            await super().startup(sockets)
-        except SystemExit as error:  # raised by uvicorn; it would end the event loop
-            where = f"{self.config.host} port {self.config.port}"
-            raise ValueError(
-                f"the instance cannot listen on {where}: {error.__context__}; choose another --port or --host"
-            ) from error
-        for listening in self.servers if self.started else ():
-            for listener in listening.sockets:
-                watch_accepted(listener)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

@@ -16,11 +16,12 @@ from epd_serve.launch.apply import Applier
 from epd_serve.launch.choices import resolve
 from epd_serve.launch.preflight import check_deployment
 from epd_serve.launch.processes.forking import preload
-from epd_serve.launch.processes.ports import choose_ports, listen
+from epd_serve.launch.processes.ports import choose_ports
 from epd_serve.launch.processes.process import ProcessState
 from epd_serve.launch.processes.runs import Run
 from epd_serve.launch.processes.supervisor import Backoff, Supervisor
 from epd_serve.launch.record import DeploymentRecord, with_trust
+from epd_serve.rpc.sockets import listen
 from epd_serve.types import Role
 
 
@@ -73,7 +74,8 @@ class LocalDeployment(Supervisor):
         self._keep_logs = keep_logs
         self._ready_timeout_s = ready_timeout_s
         with ExitStack() as undo:
-            self._listener = undo.enter_context(listen(config.gateway.host, ports.gateway))
+            listener = listen(config.gateway.host, ports.gateway, "gateway (gateway.port)")
+            self._listener = undo.enter_context(listener)
             self._run, self._lock = Run.begin(f"{config.gateway.host}:{ports.gateway}", file)
             undo.callback(self._run.end, self._lock, keep_logs=False)
             self._record = record = DeploymentRecord(

@@ -119,6 +119,7 @@ class MessagesCall(TranslatedChat):
     """The chat completion that a request translates to."""
 
     body: ClassVar[type[CountTokensRequest]] = MessagesRequest
+    format_field: ClassVar[str] = "output_config.format"
 
     @classmethod
     def parse(cls, body: bytes | bytearray) -> Self:

@@ -163,6 +163,5 @@ class RoleChanged(Message, frozen=True):
 
     old: str
     new: str
-    epoch: int
     seconds: float
     drain_s: float = 0.0

@@ -277,7 +277,6 @@ class EncodeRequest(Message, frozen=True):
 
 class EncodeReply(Message, frozen=True):
     cached: bool
-    num_tokens: int
 
 
 class PrefillRequest(Message, frozen=True):
@@ -480,7 +479,6 @@ class TransferRef(Message, frozen=True):
 class TokenLogprob(Message, frozen=True):
     """Log-probability of a chosen token; ``top`` lists the most likely (token id, logprob), best first."""
 
-    token_id: int
     logprob: float
     top: list[tuple[int, float]] = msgspec.field(default_factory=list)
 

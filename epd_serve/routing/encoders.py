@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 
 from msgspec.structs import replace
@@ -21,81 +20,64 @@ EVEN = 1.1
 _ROUNDING = 1e-9
 
 
-@dataclass(frozen=True)
-class BoundedHash:
-    """Sends equal items, from any request or gateway, to one encoder, which encodes them once.
+def choose_encoders(
+    table: InstanceTable, prefill: InstanceRecord, items: Sequence[MediaRef], *, exclude: Collection[str] = ()
+) -> list[InstanceRecord]:
+    """Return an instance for each distinct item, ``prefill`` itself without an encoder.
 
-    In this order: an encoder at work on the item; one that stores its feature; the one that the item's hash
-    selects, unless it exceeds ``bound`` times the mean pending work or ``even`` times the mean recent work, both
-    in seconds (consistent hashing with bounded loads: Mirrokni, Thorup, Zadimoghaddam 2018). If P has a tower, it
-    keeps the item unless its queue, the encode and the delay of its prompts cost more than the encoder's queue,
-    the encode and the feature transfer.
+    Equal items, from any request or gateway, go to one encoder, which encodes them once. In this order: an encoder
+    at work on the item; one that stores its feature; the one that the item's hash selects, unless it exceeds BOUND
+    times the mean pending work or EVEN times the mean recent work, both in seconds (consistent hashing with
+    bounded loads: Mirrokni, Thorup, Zadimoghaddam 2018). If P has a tower, it keeps the item unless its queue, the
+    encode and the delay of its prompts cost more than the encoder's queue, the encode and the feature transfer.
     """
+    candidates = find_encoders(table, prefill, exclude)
+    if not candidates:
+        return [prefill] * len(items)
+    others = [one for one in candidates if one is not prefill]
+    has_tower = len(others) < len(candidates)
+    pending = {one.name: one.pending.num_pixels for one in candidates}
+    recent = {one.name: one.recent_pixels for one in candidates}
+    chosen: list[InstanceRecord] = []
+    for item in items:
+        record = next((one for one in candidates if item.mm_hash in one.encoding), None)
+        if record is None:
+            record = _choose_by_hash(others, item, pending, recent) if others else prefill
+            if others and has_tower:
+                info = record.info
+                assert info is not None
+                num_tokens = item.num_pixels * (info.tokens_per_pixel or PRIOR_TOKENS_PER_PIXEL)
+                link = link_between(record.place, prefill.place)
+                remote_s = _encode_s(record, item, pending) + link.seconds(num_tokens * info.feature_token_bytes)
+                # an encode on P also delays the prompts there
+                here_s = 0.0 if item.mm_hash in prefill.features else prefill.costs.encode_s(item.num_pixels)
+                if _encode_s(prefill, item, pending) + min(here_s, prefill.prefill_s) <= remote_s:
+                    record = prefill
+            if item.mm_hash not in record.features:
+                pending[record.name] += item.num_pixels
+                recent[record.name] += item.num_pixels
+        chosen.append(record)
+    return chosen
 
-    bound: float = BOUND
-    even: float = EVEN
 
-    def choose_encoders(
-        self,
-        table: InstanceTable,
-        prefill: InstanceRecord,
-        items: Sequence[MediaRef],
-        *,
-        exclude: Collection[str] = (),
-    ) -> list[InstanceRecord]:
-        """Return an instance for each distinct item, ``prefill`` itself without an encoder."""
-        candidates = find_encoders(table, prefill, exclude)
-        if not candidates:
-            return [prefill] * len(items)
-        others = [one for one in candidates if one is not prefill]
-        has_tower = len(others) < len(candidates)
-        pending = {one.name: one.pending.num_pixels for one in candidates}
-        recent = {one.name: one.recent_pixels for one in candidates}
-        chosen: list[InstanceRecord] = []
-        for item in items:
-            record = next((one for one in candidates if item.mm_hash in one.encoding), None)
-            if record is None:
-                record = self._choose_by_hash(others, item, pending, recent) if others else prefill
-                if others and has_tower:
-                    info = record.info
-                    assert info is not None
-                    num_tokens = item.num_pixels * (info.tokens_per_pixel or PRIOR_TOKENS_PER_PIXEL)
-                    link = link_between(record.place, prefill.place)
-                    remote_s = _encode_s(record, item, pending) + link.seconds(
-                        num_tokens * info.feature_token_bytes
-                    )
-                    # an encode on P also delays the prompts there
-                    here_s = 0.0 if item.mm_hash in prefill.features else prefill.costs.encode_s(item.num_pixels)
-                    if _encode_s(prefill, item, pending) + min(here_s, prefill.prefill_s) <= remote_s:
-                        record = prefill
-                if item.mm_hash not in record.features:
-                    pending[record.name] += item.num_pixels
-                    recent[record.name] += item.num_pixels
-            chosen.append(record)
-        return chosen
-
-    def _choose_by_hash(
-        self,
-        others: Sequence[InstanceRecord],
-        item: MediaRef,
-        pending: dict[str, float],
-        recent: dict[str, float],
-    ) -> InstanceRecord:
-        own = [one.costs.encode_s(item.num_pixels) for one in others]
-        pending_s = [one.costs.encode_s(pending[one.name]) for one in others]
-        recent_s = [one.costs.encode_s(recent[one.name]) for one in others]
-        own_s = sum(own) / len(own)
-        pending_limit, recent_limit = _limit(pending_s, own_s, self.bound), _limit(recent_s, own_s, self.even)
-        keys = [
-            (
-                item.mm_hash not in one.features,
-                pending_s[index] + own[index] > pending_limit,
-                recent_s[index] + own[index] > recent_limit,
-                weight(item.mm_hash, one.name),
-            )
-            for index, one in enumerate(others)
-        ]
-        return others[keys.index(min(keys))]
+def _choose_by_hash(
+    others: Sequence[InstanceRecord], item: MediaRef, pending: dict[str, float], recent: dict[str, float]
+) -> InstanceRecord:
+    own = [one.costs.encode_s(item.num_pixels) for one in others]
+    pending_s = [one.costs.encode_s(pending[one.name]) for one in others]
+    recent_s = [one.costs.encode_s(recent[one.name]) for one in others]
+    own_s = sum(own) / len(own)
+    pending_limit, recent_limit = _limit(pending_s, own_s, BOUND), _limit(recent_s, own_s, EVEN)
+    keys = [
+        (
+            item.mm_hash not in one.features,
+            pending_s[index] + own[index] > pending_limit,
+            recent_s[index] + own[index] > recent_limit,
+            weight(item.mm_hash, one.name),
+        )
+        for index, one in enumerate(others)
+    ]
+    return others[keys.index(min(keys))]
 
 
 def find_encoders(table: InstanceTable, prefill: InstanceRecord, exclude: Collection[str]) -> list[InstanceRecord]:

@@ -25,7 +25,8 @@ from epd_serve.errors import (
     Unavailable,
 )
 from epd_serve.protocol.wire import MediaRef
-from epd_serve.routing.routes import Demand, Route, Router
+from epd_serve.routing.encoders import choose_encoders
+from epd_serve.routing.routes import Demand, Route, RoutePolicy
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 
@@ -80,24 +81,9 @@ class Retry:
         generated: tokens that the client has; the next attempt continues after them.
     """
 
-    __slots__ = (
-        "_avoided",
-        "_demand",
-        "_error",
-        "_is_awaited",
-        "_lost",
-        "_model",
-        "_num_attempts",
-        "_num_planned",
-        "_router",
-        "_table",
-        "_until_s",
-        "generated",
-    )
-
-    def __init__(self, table: InstanceTable, router: Router, model: str, demand: Demand) -> None:
+    def __init__(self, table: InstanceTable, policy: RoutePolicy, model: str, demand: Demand) -> None:
         self._table = table
-        self._router = router
+        self._policy = policy
         self._model = model
         self._demand = demand
         self.generated: list[int] = []
@@ -129,9 +115,7 @@ class Retry:
         missing: ServeError
         for exclude in (avoided | self._lost, avoided):
             try:
-                route = self._router.routes.choose_route(
-                    self._table, self._model, exclude=exclude, demand=self._demand
-                )
+                route = self._policy.choose_route(self._table, self._model, exclude=exclude, demand=self._demand)
             except Unavailable as error:
                 missing = error
             else:
@@ -204,7 +188,7 @@ class ItemEncoders(Struct, eq=False):
     encoder: InstanceRecord
     _tried: set[str] = set()
 
-    def pick_next(self, router: Router, table: InstanceTable, prefill: InstanceRecord, error: ServeError) -> None:
+    def pick_next(self, table: InstanceTable, prefill: InstanceRecord, error: ServeError) -> None:
         """Select the next encoder after a failure; the last one is P itself, which then loads the tower.
 
         Raises the request's error if the item is invalid, no instance is left, or the encoders are only busy.
@@ -213,7 +197,7 @@ class ItemEncoders(Struct, eq=False):
             error.param = error.param or self.param
             raise error
         self._tried.add(self.encoder.name)
-        [encoder] = router.encoders.choose_encoders(table, prefill, [self.ref], exclude=self._tried)
+        [encoder] = choose_encoders(table, prefill, [self.ref], exclude=self._tried)
         is_tried = encoder.name in self._tried
         if error.code == PREPARATION_FULL and (is_tried or Stage.ENCODE not in encoder.stages):
             raise error

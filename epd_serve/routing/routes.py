@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 
 import msgspec
 
 from epd_serve.cost.stages import NONE, Work, link_between
 from epd_serve.errors import Unavailable
-from epd_serve.routing.encoders import BoundedHash, weight
+from epd_serve.routing.encoders import weight
 from epd_serve.routing.table import PRIOR_TOKENS_PER_PIXEL, InstanceRecord, InstanceTable
 from epd_serve.types import Routing, Stage
 
@@ -255,11 +255,3 @@ class RoutePolicy:
         else:
             *_, prefill, decode = min(near_best(found.pairs()), key=by_use)
         return found.route(prefill, decode, num_tokens)
-
-
-@dataclass(frozen=True)
-class Router:
-    """The policies that choose a request's P and D, and its encoders."""
-
-    routes: RoutePolicy = field(default_factory=RoutePolicy)
-    encoders: BoundedHash = field(default_factory=BoundedHash)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
@@ -25,6 +25,7 @@ from epd_serve.cost.stages import (
 )
 from epd_serve.protocol.instance_state import InstanceInfo, Load, Report
 from epd_serve.protocol.wire import MediaRef
+from epd_serve.recent import Recent
 from epd_serve.types import Role, Stage, StageRate
 
 #: Decay of ``recent_pixels`` with each encode, so that about the last 200 count.
@@ -411,23 +412,6 @@ class OpenCall(msgspec.Struct, eq=False):
             del record._unreported[key]
         if self.work is not NONE:
             record._own -= self.work
-
-
-T = TypeVar("T", bound=Hashable)
-
-
-class Recent(OrderedDict[T, None]):
-    """The last ``capacity`` keys added."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        self._capacity = capacity
-
-    def add(self, key: T) -> None:
-        self[key] = None
-        self.move_to_end(key)
-        if len(self) > self._capacity:
-            self.popitem(last=False)
 
 
 #: One token for 28 × 28 pixels.

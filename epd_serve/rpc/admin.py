@@ -12,7 +12,7 @@ import msgspec
 
 from epd_serve.errors import ServeError
 from epd_serve.rpc.http import HttpPool, HttpServer
-from epd_serve.rpc.tls import TlsFiles, tls_files
+from epd_serve.rpc.tls import tls_files
 
 
 class AdminError(Exception):
@@ -38,14 +38,10 @@ class AdminClient:
     Args:
         where: path of its socket, or its URL.
         headers: sent with each call, such as its key.
-        tls: files for https; default: the files named by the environment.
     """
 
-    def __init__(
-        self, where: Path | str, headers: Mapping[str, str] | None = None, tls: TlsFiles | None = None
-    ) -> None:
+    def __init__(self, where: Path | str, headers: Mapping[str, str] | None = None) -> None:
         self.where = where
-        self._tls = tls
         self._headers = {**(headers or {}), "content-type": "application/json"}
 
     async def ask(
@@ -54,7 +50,7 @@ class AdminClient:
         """Return the JSON of the answer. Raises AdminRefused, AdminUnreachable and TimeoutError."""
         on_socket = isinstance(self.where, Path)
         url = "http://admin" if on_socket else str(self.where)
-        pool = HttpPool(self._tls or tls_files(), Path(self.where) if on_socket else None)
+        pool = HttpPool(tls_files(), Path(self.where) if on_socket else None)
         try:
             server = _AdminServer("admin", url, pool)
         except ValueError as error:

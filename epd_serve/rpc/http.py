@@ -109,16 +109,11 @@ class HttpServer:
             )
 
     async def ask(
-        self,
-        method: str,
-        path: str,
-        body: bytes = b"",
-        headers: Mapping[str, str] | None = None,
-        max_bytes: int = MAX_BODY_BYTES,
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> bytes:
         """Return the body of an answer.
 
-        Raises InstanceLost, also if the body exceeds ``max_bytes``, and :meth:`error` for a status from 400.
+        Raises InstanceLost, also if the body exceeds MAX_BODY_BYTES, and :meth:`error` for a status from 400.
         """
         async with await self.send(method, path, body, headers) as answer:
             if answer.status >= 400:
@@ -126,8 +121,8 @@ class HttpServer:
             found = bytearray()
             while chunk := await self.read(answer):
                 found += chunk
-                if len(found) > max_bytes:
-                    raise InstanceLost(f"instance {self.name} answered with more than {max_bytes} bytes")
+                if len(found) > MAX_BODY_BYTES:
+                    raise InstanceLost(f"instance {self.name} answered with more than {MAX_BODY_BYTES} bytes")
             return bytes(found)
 
     async def read(self, answer: aiohttp.ClientResponse) -> bytes:

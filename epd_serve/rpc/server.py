@@ -404,7 +404,7 @@ async def serve_app(
         server_header=False,
         **({} if tls is None else tls.server_options),
     )
-    server = _QuietServer(config)
+    server = QuietServer(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield
@@ -413,7 +413,7 @@ async def serve_app(
         await task
 
 
-class _QuietServer(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """uvicorn without its signal handling."""
 
     @contextmanager

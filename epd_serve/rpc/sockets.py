@@ -1,4 +1,4 @@
-"""TCP connections on which the kernel detects a dead host within seconds, and the limit of open files."""
+"""Listening sockets, connections on which the kernel soon detects a dead host, and the limit of open files."""
 
 from __future__ import annotations
 
@@ -22,8 +22,25 @@ _PROBE_AFTER_S = 2
 SILENCE_S = 5
 #: Limit for unacknowledged data at a server, whose peer may wait for a slow client of its own.
 UNREAD_S = 60
+_BACKLOG = 2048
 
 P = TypeVar("P", bound=asyncio.BaseProtocol)
+
+
+def listen(host: str, port: int, user: str) -> socket.socket:
+    """Return a listening socket; port 0 chooses a free one. Raises ValueError that names the port's ``user``."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for ports closed recently
+    try:
+        bound.bind((host, port))
+        bound.listen(_BACKLOG)  # with SO_REUSEADDR, several sockets could merely bind the port
+    except (OSError, OverflowError) as error:
+        bound.close()
+        in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        reason = getattr(error, "strerror", None) or error
+        hint = "; set another port" if in_use else ""
+        raise ValueError(f"{user} cannot listen on {host} port {port}: {reason}{hint}") from error
+    return bound
 
 
 def watch(connection: socket.socket, unread_s: int = SILENCE_S) -> None:

@@ -1,4 +1,4 @@
-"""Run requests through a simulated deployment: real instance table, router and retry on a virtual clock."""
+"""Run requests through a simulated deployment: real instance table, routing and retry on a virtual clock."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from epd_serve.bench.types import Share
 from epd_serve.cost.stages import NETWORK, SAME_DEVICE, Link
 from epd_serve.errors import ServeError
 from epd_serve.protocol.wire import MediaRef
+from epd_serve.routing.encoders import choose_encoders
 from epd_serve.routing.retry import LOOK_AGAIN_S, Retry
-from epd_serve.routing.routes import Demand, Route, Router
+from epd_serve.routing.routes import Demand, Route, RoutePolicy
 from epd_serve.routing.table import InstanceTable, OpenCall
 from epd_serve.sched.sequence import Sequence as TokenSequence
 from epd_serve.sim.device import Clock, SimDevice
@@ -103,7 +104,7 @@ class Simulation:
         self.table = InstanceTable([(name, "") for name in self.instances])
         for name, instance in self.instances.items():
             self.table.update(name, instance.info(), contains=0)
-        self._router = Router()
+        self._policy = RoutePolicy()
         self._spec = deployment.instances[0]  # prompts have the same tokens and blocks everywhere
         self._running: dict[str, _Running] = {}
         self._complete_at_s: float | None = None  # when each stage last had an instance
@@ -184,7 +185,7 @@ class Simulation:
         job = self.jobs[index]
         request = job.request
         demand = Demand(num_characters=4 * request.num_text_tokens, num_pixels=request.num_pixels)
-        retry = Retry(self.table, self._router, "model", demand)
+        retry = Retry(self.table, self._policy, "model", demand)
         self.clock.after(self._spec.profile.request_s, partial(self._send, job, retry))
         if index + 1 < len(self.jobs):
             self.clock.at(self.jobs[index + 1].sent_s, partial(self._arrive, index + 1))
@@ -216,7 +217,7 @@ class Simulation:
             )
             self.instances[record.name].receive(stage, sequence.request_id)
         items = list({ref.mm_hash: ref for ref in job.request.media}.values())
-        encoders = self._router.encoders.choose_encoders(self.table, route.prefill, items) if items else []
+        encoders = choose_encoders(self.table, route.prefill, items) if items else []
         if not route.fused:
             self.instances[route.decode.name].num_expected += 1
         for ref, encoder in zip(items, encoders, strict=True):

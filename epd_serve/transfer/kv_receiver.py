@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from epd_serve.cache.block_pool import RequestBlocks
 from epd_serve.protocol.wire import KVAnnouncement, ReserveRequest, SentKV
+from epd_serve.recent import Recent
 from epd_serve.transfer.kv_sender import KVBlocks
 from epd_serve.transfer.transport import Piece, StillCopying, Transport, pair_spans
 
@@ -54,7 +53,8 @@ class KVReceiver:
         self._transport = transport
         self._free = free
         self._live: dict[str, Reservation] = {}
-        self._completed: Tombstones[bool] = Tombstones()  # whether an ended transfer was completed
+        self._ended: Recent[str] = Recent()
+        self._completed: Recent[str] = Recent()
         self._late: list[tuple[float, str]] = []  # timed-out reads: (when to end them, transfer)
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class KVReceiver:
     def open(self, request: ReserveRequest, now: float) -> Reservation | None:
         """Return the transfer's reservation, at first without blocks; None for a late duplicate."""
         transfer_id = request.transfer_id
-        if transfer_id in self._completed:
+        if transfer_id in self._ended:
             return None
         if transfer_id not in self._live:
             self._live[transfer_id] = Reservation(request=request, deadline=now + request.lease_s)
@@ -127,11 +127,12 @@ class KVReceiver:
         reservation = self._granted(transfer_id)
         if reservation is None or reservation.num_reads:
             return None
-        self._end(reservation, is_completed=True)
+        self._end(reservation)
+        self._completed.add(transfer_id)
         return reservation
 
     def is_completed(self, transfer_id: str) -> bool:
-        return self._completed.get(transfer_id, False)
+        return transfer_id in self._completed
 
     def has_blocks(self, request_id: str) -> bool:
         """Return whether a reservation of the request has blocks."""
@@ -141,11 +142,11 @@ class KVReceiver:
         """Free the blocks once no read into them is under way. Idempotent, also before :meth:`open`."""
         reservation = self._live.get(transfer_id)
         if reservation is None:
-            self._completed.add(transfer_id, False)
+            self._ended.add(transfer_id)
         elif reservation.num_reads:
             reservation.has_ended = True
         else:
-            self._end(reservation, is_completed=False)
+            self._end(reservation)
             if reservation.blocks is not None:
                 self._free(reservation.blocks)
 
@@ -167,7 +168,7 @@ class KVReceiver:
 
     def check_integrity(self) -> None:
         for transfer_id, reservation in self._live.items():
-            assert transfer_id not in self._completed, "a live reservation has a tombstone"
+            assert transfer_id not in self._ended, "a live reservation has a tombstone"
             assert not reservation.num_reads or reservation.blocks is not None, "a read without blocks"
             assert not reservation.has_ended or reservation.num_reads, "blocks are kept without a read"
 
@@ -175,10 +176,10 @@ class KVReceiver:
         reservation = self._live.get(transfer_id)
         return reservation if reservation is not None and reservation.is_granted else None
 
-    def _end(self, reservation: Reservation, *, is_completed: bool) -> None:
+    def _end(self, reservation: Reservation) -> None:
         reservation.has_ended = True
         del self._live[reservation.request.transfer_id]
-        self._completed.add(reservation.request.transfer_id, is_completed)
+        self._ended.add(reservation.request.transfer_id)
 
 
 def read_kv(
@@ -205,19 +206,3 @@ def read_kv(
             transport.read(announcement.region, pieces)
             return time.monotonic() - start
     return time.monotonic() - start
-
-
-V = TypeVar("V")
-
-
-class Tombstones(OrderedDict[str, V]):
-    """The newest ``capacity`` ended ids, each with the first value it was added with."""
-
-    def __init__(self, capacity: int = 4096) -> None:
-        super().__init__()
-        self._capacity = capacity
-
-    def add(self, name: str, value: V) -> None:
-        self.setdefault(name, value)
-        if len(self) > self._capacity:
-            self.popitem(last=False)

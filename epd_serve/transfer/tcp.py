@@ -188,8 +188,7 @@ class TcpServer:
         self._offered: dict[str, memoryview] = {}
         self._key = key
         self._timeout_s = timeout_s
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family)
+        self._listener = sockets.listen(host, port, "the transport (--data-port)")
         self.host: str = advertise or self._listener.getsockname()[0]
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 
 from epd_serve.errors import InstanceFailed
 from epd_serve.protocol.wire import FeatureEvent, FeatureWithdrawn, Region, decode
+from epd_serve.recent import Recent
 from epd_serve.rpc.server import Handler, Reply
 from epd_serve.transfer.feature_store import FeatureSlab, StoredFeature, checksum, read_feature
-from epd_serve.transfer.kv_receiver import Tombstones
 from epd_serve.transfer.transport import TransferError, Transport
 
 #: Prefix of the owner of a feature whose request has not asked for it yet.
@@ -38,7 +38,7 @@ class AnnouncedFeatures:
         self._timeout_s = timeout_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._settled: Tombstones[bool] = Tombstones()  # by request and feature: no more news will come
+        self._settled: Recent[str] = Recent()  # by request and feature: no more news will come
         self._asked_at: dict[str, float] = {}
         self._arrivals: OrderedDict[str, float] = OrderedDict()
         self._news = threading.Event()
@@ -118,13 +118,13 @@ class AnnouncedFeatures:
                 raise InstanceFailed(f"feature {event.mm_hash[:12]}: {error}") from error
         with self._lock:
             self._arrivals[owner] = self._clock()
-            self._settled.add(f"{event.request_id}>{event.mm_hash}", True)
+            self._settled.add(f"{event.request_id}>{event.mm_hash}")
         self._news.set()
 
     def withdraw(self, request_id: str, mm_hash: str) -> None:
         """Record that no instance sends this feature for this request."""
         with self._lock:
-            self._settled.add(f"{request_id}>{mm_hash}", True)
+            self._settled.add(f"{request_id}>{mm_hash}")
         self._news.set()
 
     def _release_stale(self) -> None:

@@ -200,14 +200,8 @@ class SchedulerOfE(StoreFeatureConnector):
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         hits = self._hits.pop(request.request_id, set())
-        names = {one.identifier: name for one, name in zip(request.mm_features, _names_of(request), strict=True)}
-        return False, {
-            names[one.identifier]: {
-                "cached": one.identifier in hits,
-                "tokens": request.get_num_encoder_embeds(index),
-            }
-            for index, one in enumerate(request.mm_features)
-        }
+        found = zip(request.mm_features, _names_of(request), strict=True)
+        return False, {name: {"cached": one.identifier in hits} for one, name in found}
 
 
 class SchedulerOfP(StoreFeatureConnector):

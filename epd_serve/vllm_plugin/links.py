@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -17,7 +16,7 @@ from epd_serve.protocol.wire import Message, encode
 from epd_serve.rpc.cluster import cluster_key
 from epd_serve.rpc.link import Link
 from epd_serve.rpc.server import Handler, LinkService, serve_app
-from epd_serve.rpc.sockets import watch_accepted
+from epd_serve.rpc.sockets import listen, watch_accepted
 
 logger = logging.getLogger("vllm.epd_serve")
 
@@ -42,7 +41,7 @@ class LinkThread:
 
     def serve(self, host: str, port: int, calls: Mapping[str, Handler]) -> int:
         """Serve calls at a port and return it; 0 chooses a free one."""
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener = listen(host, port, "vLLM's plugin")
         watch_accepted(listener)
         service = LinkService(calls=calls, key=cluster_key())
         opening = self._open.enter_async_context(serve_app(Starlette(), listener, service.protocol))

@@ -27,7 +27,7 @@ from epd_serve.protocol.instance_state import LeaveOrder, RoleOrder
 from epd_serve.routing.table import InstanceRecord
 from epd_serve.rpc.cluster import CLUSTER_KEY
 from epd_serve.rpc.server import AdminHttp, Handler, LinkService, Reply, serve_app
-from epd_serve.rpc.sockets import watch_accepted
+from epd_serve.rpc.sockets import listen, watch_accepted
 from epd_serve.rpc.tls import TlsFiles
 from epd_serve.topology import parse_topology
 from proxy.admin.switches import Switches
@@ -294,13 +294,7 @@ async def running_admin(
     With a ``cluster_key``, peers that prove it over a link can make ``calls``. Raises ValueError if the port is
     taken.
     """
-    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-    try:
-        listener = socket.create_server((place.host, place.port or 0), family=family)
-    except OSError as error:
-        raise ValueError(
-            f"gateway.admin: cannot listen on {place.host}:{place.port}: {error.strerror or error}"
-        ) from error
+    listener = listen(place.host, place.port or 0, "admin plane (gateway.admin.port)")
     watch_accepted(listener)
     url = url_of(place.host, listener.getsockname()[1], tls=tls is not None)
     own_address = urlsplit(url).netloc

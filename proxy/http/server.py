@@ -9,7 +9,6 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable
 from typing import Any, cast
 
 import uvicorn
@@ -25,6 +24,8 @@ KEEP_ALIVE_S = 75
 _RETIRE_S = 3.0
 #: Share of the process's file descriptors for clients; the rest serves calls to instances.
 _CONNECTION_SHARE = 0.75
+#: Most log records of one text in a period.
+_MOST_RECORDS, _PERIOD_S = 10, 60.0
 #: Most log texts counted at a time, so that varying texts cannot fill memory.
 _MAX_TEXTS = 1000
 
@@ -107,30 +108,25 @@ def _is_not_abort(record: logging.LogRecord) -> bool:
 
 
 class RateLimit(logging.Filter):
-    """Limits the log records that clients can cause: ``most`` per message template in ``every_s``.
+    """Limits the log records that clients can cause: _MOST_RECORDS per message template in _PERIOD_S.
 
     The next period begins with the number dropped. Records with a traceback always pass.
     """
 
-    def __init__(
-        self, most: int = 10, every_s: float = 60.0, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._most = most
-        self._every_s = every_s
-        self._clock = clock
         self._seen: dict[str, tuple[float, int]] = {}  # text → start of the period, records in it
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info:
             return True
-        text, now_s = str(record.msg), self._clock()
+        text, now_s = str(record.msg), time.monotonic()
         since_s, number = self._seen.get(text, (now_s, 0))
-        if now_s - since_s >= self._every_s:
-            if number > self._most:
-                record.msg = f"{text} ({number - self._most} similar messages were dropped)"
+        if now_s - since_s >= _PERIOD_S:
+            if number > _MOST_RECORDS:
+                record.msg = f"{text} ({number - _MOST_RECORDS} similar messages were dropped)"
             since_s, number = now_s, 0
         if len(self._seen) >= _MAX_TEXTS:
             self._seen.clear()
         self._seen[text] = since_s, number + 1
-        return number < self._most
+        return number < _MOST_RECORDS

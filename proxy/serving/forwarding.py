@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Any
 
@@ -80,7 +79,7 @@ class Streamed(msgspec.Struct, eq=False):
     Attributes:
         known: whether the ids of all sent tokens are known.
         complete: whether the client has the whole answer.
-        readers: readers of answers that came in items.
+        readers: readers of the instances' answers.
     """
 
     job: Job
@@ -107,12 +106,9 @@ class Streamed(msgspec.Struct, eq=False):
         breaks, ServeError if the answer cannot be forwarded.
         """
         sink = self.sink
-        reader: ItemReader | _PlainEvents
-        if answer.framed:
-            reader = ItemReader()
-            self.readers.append(reader)
-        else:
-            self.known, reader = False, _PlainEvents()
+        reader = ItemReader()
+        self.readers.append(reader)
+        self.known = self.known and answer.knows_tokens
         read, write, noted = reader.read, sink.outlet.write, self.job.record.forwarded
         failure: ServeError | None = None
         room, has_begun = _most_bytes(self.job, route), sink.started
@@ -205,11 +201,6 @@ def _too_long(stage: Stage, route: Route) -> InstanceFailed:
     return InstanceFailed(f"instance {route.at(stage).name} answered with more bytes than the request allows")
 
 
-_END_OF_EVENT = b"\n\n"
-_DONE = b"data: [DONE]\n\n"
-_ERROR = re.compile(rb'data: ?\{ ?"error"')
-
-
 class InstanceBroke(InstanceFailed):
     """A live instance ended its answer with an error event."""
 
@@ -230,35 +221,3 @@ def _error_of(event: bytes) -> ServeError:
     if error.type == InvalidRequest.type:
         return InvalidRequest(error.message, param=error.param, code=error.code)
     return InstanceBroke(error)
-
-
-class _PlainEvents:
-    """Reads plain server-sent events like :class:`ItemReader` reads items, without tokens."""
-
-    __slots__ = ("_pending", "ended", "error")
-
-    def __init__(self) -> None:
-        self._pending = b""
-        self.ended = False
-        self.error: bytes | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self.ended or self.error is not None
-
-    def read(self, chunk: bytes) -> bytes:
-        if self._pending:
-            chunk = self._pending + chunk
-            self._pending = b""
-        if not chunk.endswith(_END_OF_EVENT):
-            end = chunk.rfind(_END_OF_EVENT)
-            end = 0 if end < 0 else end + len(_END_OF_EVENT)
-            chunk, self._pending = chunk[:end], chunk[end:]
-        if chunk:
-            self.ended = chunk.endswith(_DONE) and not self._pending
-            start = chunk.rfind(_END_OF_EVENT, 0, -len(_END_OF_EVENT))
-            last = 0 if start < 0 else start + len(_END_OF_EVENT)
-            if _ERROR.match(chunk, last):
-                self.error = chunk[last:]
-                return chunk[:last]
-        return chunk

@@ -37,7 +37,7 @@ _FIRST_PREFIX = 256
 
 
 async def measure_demand(fleet: Fleet, job: Job) -> Demand:
-    """Return what routing needs to know about a request, with prefix hashes if the router uses them."""
+    """Return what routing needs to know about a request, with prefix hashes if the routing policy uses them."""
     num_characters = num_tokens = 0
     for message in job.messages or ():
         num_characters += len(message.role) + sum([len(part.text) for part in message.content])
@@ -45,7 +45,7 @@ async def measure_demand(fleet: Fleet, job: Job) -> Demand:
         num_characters = len(job.prompt)
     elif job.prompt is not None:
         num_tokens = len(job.prompt)
-    pieces = await _prompt_pieces(job, fleet.table) if fleet.router.routes.uses_prefix else []
+    pieces = await _prompt_pieces(job, fleet.table) if fleet.policy.uses_prefix else []
     return Demand(
         num_characters=num_characters,
         num_tokens=num_tokens,

@@ -9,7 +9,7 @@ from msgspec import Struct
 from epd_serve.backends.base import Answer, StageCall
 from epd_serve.errors import REQUEST_ENDED, InstanceFailed, InstanceLost, ServeError
 from epd_serve.protocol.wire import DecodeRequest, EncodeRequest, MediaRef, PrefillRequest
-from epd_serve.routing.encoders import split_videos
+from epd_serve.routing.encoders import choose_encoders, split_videos
 from epd_serve.routing.retry import (
     EXPLAIN_S,
     LOOK_AGAIN_S,
@@ -55,7 +55,7 @@ async def _serve(fleet: Fleet, job: Job, answer: Streamed | Whole) -> None:
     Cancelling the task closes all calls.
     """
     record, number = job.record, 0
-    retry = Retry(fleet.table, fleet.router, job.output.model, await measure_demand(fleet, job))
+    retry = Retry(fleet.table, fleet.policy, job.output.model, await measure_demand(fleet, job))
     while True:
         route = retry.pick_route(job.loop.time(), fleet.wait_s, fleet.complete_at_s)
         if route is None:
@@ -151,7 +151,7 @@ class _Attempt(Struct, eq=False):
         if not distinct:
             return
         items = [part for _, part in distinct.values()]
-        encoders = fleet.router.encoders.choose_encoders(fleet.table, route.prefill, items)
+        encoders = choose_encoders(fleet.table, route.prefill, items)
         for (place, part), encoder in zip(distinct.values(), encoders, strict=True):
             item = ItemEncoders(part, job.items[place].param, encoder)
             encode = self._encode(item, job.items[place].data, prefill.url)
@@ -294,7 +294,7 @@ class _Attempt(Struct, eq=False):
                 except ServeError as error:
                     if isinstance(error, InstanceLost):
                         fleet.report_lost(item.encoder.name)
-                    item.pick_next(fleet.router, fleet.table, route.prefill, error)
+                    item.pick_next(fleet.table, route.prefill, error)
                     self.job.record.encode_retries += 1
         except ServeError as error:
             if _P in self._calls and not self._calls[_P][0].opened.done():  # else P needs no features

@@ -77,12 +77,19 @@ def part(part):
         (RESPONSES, {"tool_choice": "required"}, "tool_choice"),
         (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.name"),
         (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        (
+            RESPONSES,
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "zebra"}}}},
+            "text.format.schema",
+        ),
         (RESPONSES, {"max_tokens": 3}, "max_tokens"),
         (MESSAGES, {"max_tokens": None}, "max_tokens"),
         (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         (MESSAGES, {"messages": part({"type": "document"})}, "messages[0].content[0].type"),
         (MESSAGES, {"messages": part({"type": "image"})}, "messages[0].content[0].source"),
         (MESSAGES, {"stop_sequence": "x"}, "stop_sequence"),
+        (MESSAGES, {"output_config": {"format": {"schema": 5}}}, "output_config.format.schema"),
+        (MESSAGES, {"output_config": {"format": {"schema": {"type": "zebra"}}}}, "output_config.format.schema"),
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": HI}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
@@ -97,6 +104,7 @@ def part(part):
 async def test_a_wrong_field_is_named(api, path, fields, param):
     status, answer = await api.post(path, {**BODIES.get(path, {}), **fields})
     assert (status, answer["error"]["param"]) == (400, param), answer
+    assert "response_format" not in answer["error"]["message"] or path == CHATS, "the name of another API's field"
 
 
 @pytest.mark.parametrize(

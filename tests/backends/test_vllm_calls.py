@@ -28,6 +28,7 @@ from epd_serve.protocol.wire import (
     decode,
 )
 from epd_serve.rpc.http import HttpServer
+from epd_serve.rpc.items import ItemReader
 from epd_serve.rpc.server import Reply
 from epd_serve.types import Role, SamplingParams
 
@@ -84,13 +85,12 @@ ERROR = b'data: {"error":{"message":"the engine is dead","code":500}}\n\n'
 
 
 async def forwarded(port: int, correction: Correction | None = None, room: int = 1000) -> tuple[bytes, str]:
-    """The part of a stream that is passed on, and the failure it ends with; ``room`` writes at a time."""
-    written: list[bytes] = []
-    left = room
+    """The events of a stream that are passed on, and the failure it ends with; ``room`` writes at a time."""
+    reader, written, left = ItemReader(), list[bytes](), room
 
     def write(chunk: bytes) -> bool:
         nonlocal left
-        written.append(chunk)
+        written.append(reader.read(chunk))
         left -= 1
         return left > 0
 

@@ -38,7 +38,7 @@ def answers(ids: list[int], finish_reason: str, **sampling: Any) -> tuple[list[d
         answer = Answer(TOKENIZER, options, SamplingParams(seed=0, **sampling), [1, 2])
         reader, events = ItemReader(), b""
         for place, token in enumerate(ids):
-            logprob = TokenLogprob(token, -1.0 - place, [(token, -1.0 - place)])
+            logprob = TokenLogprob(-1.0 - place, [(token, -1.0 - place)])
             reason = finish_reason if place == len(ids) - 1 else None
             events += reader.read(answer.push(0, token, logprob, reason))
         assert not stream or reader.tokens == ids

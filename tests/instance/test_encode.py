@@ -170,11 +170,13 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def test_a_batch_that_fails_takes_no_other_along(bench: Bench) -> None:
-    encoder = bench.encoder(Tower(KeyError("image_sizes"), 1))
+    peers = Peers()
+    encoder = bench.encoder(Tower(KeyError("image_sizes"), 1), peers)
     for _ in range(2):
         with pytest.raises(InstanceFailed, match="the encoder failed"):
             await encoder.encode(request("r"))
-    assert (await encoder.encode(request("r"))).num_tokens == 2
+    await encoder.encode(request("r"))
+    assert [event.shape for event in peers.events] == [[2, 3]]
     assert bench.store.num_owners == encoder.num_waiting == 0
 
 
@@ -190,10 +192,10 @@ async def test_requests_for_one_item_share_one_encode_and_outlive_each_other(ben
     await asyncio.gather(nobody, asked[0], return_exceptions=True)
     assert encoder.num_waiting == 1, "an encode that nobody wants any more ends"
     tower.go.set()
-    replies = await asyncio.gather(*asked[1:])
+    await asyncio.gather(*asked[1:])
     assert tower.num_images == 1
-    assert [reply.num_tokens for reply in replies] == [2] * 4
     assert [event.request_id for event in peers.events] == ["r1", "r2", "r3", "r4"]
+    assert [event.shape for event in peers.events] == [[2, 3]] * 4
     assert {(event.item.width, event.item.height) for event in peers.events if event.item} == {PICTURE.size}
     assert (await encoder.encode(request("r5"))).cached
     assert tower.num_images == 1, "the second time nothing is encoded"
@@ -204,8 +206,7 @@ async def test_requests_for_one_item_share_one_encode_and_outlive_each_other(ben
 async def test_what_the_store_cannot_deliver_goes_to_the_consumer_in_this_instance_directly(bench: Bench) -> None:
     encoder = bench.encoder(Tower(), Peers(InstanceFailed("feature hhhh fails its checksum")))
     encoder.consumer = Consumer()
-    reply = await encoder.encode(request("r", HERE))
-    assert (reply.cached, reply.num_tokens) == (False, 2)
+    assert not (await encoder.encode(request("r", HERE))).cached
     assert encoder.consumer.taken == [("r", REF, 2)]
     with pytest.raises(InstanceFailed, match="checksum"):
         await encoder.encode(request("r"))
@@ -266,8 +267,9 @@ class NoAnswer(TowerStream):
 
 @pytest.mark.parametrize("kind", [ChangesItsMind, NoAnswer])
 async def test_an_encoder_starts_whatever_happens_to_the_question(bench: Bench, kind: type[TowerStream]) -> None:
-    encoder = bench.encoder(Tower(), kind=kind)
-    assert (await asyncio.wait_for(encoder.encode(request("r")), 300)).num_tokens == 2
+    peers = Peers()
+    await asyncio.wait_for(bench.encoder(Tower(), peers, kind=kind).encode(request("r")), 300)
+    assert [event.shape for event in peers.events] == [[2, 3]]
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -301,7 +303,8 @@ class LargeTower(Tower):
 async def test_a_4k_image_does_not_hold_up_the_event_loop(bench: Bench, tmp_path: Path) -> None:
     """In CPU time of its thread, so that other processes do not count."""
     family = load_family(tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model"))
-    encoder, buffer, lags = bench.encoder(LargeTower(), family=family), BytesIO(), list[float]()
+    peers, buffer, lags = Peers(), BytesIO(), list[float]()
+    encoder = bench.encoder(LargeTower(), peers, family=family)
     noise(1, (3840, 2160)).save(buffer, "JPEG", quality=90)
     whole = wire.EncodeRequest("r", wire.MediaRef("h" * 64, 3840, 2160), buffer.getvalue(), "http://p")
     gc.collect()
@@ -317,7 +320,7 @@ async def test_a_4k_image_does_not_hold_up_the_event_loop(bench: Bench, tmp_path
 
     probing = asyncio.create_task(probe())
     await asyncio.sleep(0.01)
-    reply = await encoder.encode(wire.decode(wire.encode(whole), wire.EncodeRequest))
+    await encoder.encode(wire.decode(wire.encode(whole), wire.EncodeRequest))
     probing.cancel()
     gc.unfreeze()
-    assert reply.num_tokens == 8000 and max(lags) < BOUND_S
+    assert [event.shape for event in peers.events] == [[8000, 3584]] and max(lags) < BOUND_S

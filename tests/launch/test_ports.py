@@ -9,7 +9,8 @@ from own_ports import free_port
 
 from epd_serve.config import parse_config
 from epd_serve.launch.processes import ports as ports_module
-from epd_serve.launch.processes.ports import choose_ports, listen, next_port
+from epd_serve.launch.processes.ports import choose_ports, next_port
+from epd_serve.rpc.sockets import listen
 
 
 def test_no_port_is_chosen_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +37,7 @@ def test_a_port_of_a_server_that_starts_later_is_none_that_anybody_else_is_given
 
 def test_the_gateway_s_port_is_taken_from_the_start_of_a_deployment_on() -> None:
     """Its gateway accepts connections only a while later; another one of the deployment inherits them."""
-    with listen("127.0.0.1", free_port("127.0.0.1")) as listener:
+    with listen("127.0.0.1", free_port("127.0.0.1"), "gateway") as listener:
         port = listener.getsockname()[1]
         socket.create_connection(("127.0.0.1", port)).close()
         config = parse_config(f"topology: EPD\ngateway: {{port: {port}}}\ninstances: {{base_port: 0}}")

@@ -59,6 +59,12 @@ REST = b'data: {"choices":[{"index":0,"delta":{"content":"b"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 WHOLE = b'{"object":"chat.completion"}'
 
+
+def sent(*events: bytes) -> bytes:
+    """The frames in which an instance sends events, each a token; DONE is the last."""
+    return b"".join(frame(0, end=True) if event == DONE else items.pack(0, (1,), event) for event in events)
+
+
 #: Steps of a script: seconds to wait, (status, headers) to start the answer, bytes of its body, a
 #: function that makes one of these or is awaited, or one of these words.
 DIE, FOREVER = "die", "forever"
@@ -208,15 +214,15 @@ class FakeInstance:
 
     def regular(self, message: Any) -> Script:
         if isinstance(message, wire.EncodeRequest):
-            return [(200, {}), wire.encode(wire.EncodeReply(cached=False, num_tokens=4))]
+            return [(200, {}), wire.encode(wire.EncodeReply(cached=False))]
         if isinstance(message, wire.TokenizeRequest):
             return [(200, {}), wire.encode(wire.TokenizeReply(tokens=[1, 2]))]
         if isinstance(message, wire.DecodeRequest):
-            return [0.05, (200, {}), *([REST, DONE] if message.stream else [WHOLE])]
+            return [0.05, (200, {}), sent(REST, DONE) if message.stream else WHOLE]
         follows = message.decode_url is not None
         start = (200, {wire.NEXT_HEADER: "decode" if follows else "none"})
         if message.output.stream:
-            return [0.01, start, FIRST] if follows else [0.01, start, FIRST, REST, DONE]
+            return [0.01, start, sent(FIRST) if follows else sent(FIRST, REST, DONE)]
         return [0.01, start] if follows else [0.01, start, WHOLE]
 
     def _info(self) -> instance_state.InstanceInfo:
@@ -356,7 +362,7 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
         stack.push_async_callback(servers.stop)
 
         async def start_gateway(
-            *instances: str, loading: bool = False, reporting: bool = False, router: Any = None, **settings: Any
+            *instances: str, loading: bool = False, reporting: bool = False, **settings: Any
         ) -> Gateway:
             fakes = await run_fakes(servers, *instances)
             for fake in fakes:
@@ -364,7 +370,7 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
                 if reporting:
                     fake.report = lambda: instance_state.Report(load=instance_state.Load())
             chosen = gateway_settings(**settings)
-            app = create_app(chosen, [(fake.name, fake.url) for fake in fakes], router=router)
+            app = create_app(chosen, [(fake.name, fake.url) for fake in fakes])
             url = await servers.add(new_server(app, "127.0.0.1", 0))
             session = await stack.enter_async_context(aiohttp.ClientSession())
             gateway = Gateway(url, app, session, fakes)
@@ -389,6 +395,7 @@ def kit() -> SimpleNamespace:
         NONE=(200, {wire.NEXT_HEADER: "none"}),
         fail=fail,
         frame=frame,
+        sent=sent,
         events_of=events_of,
         FRAMES=(200, {"content-type": items.CONTENT_TYPE}),
         FRAMES_THEN_DECODE=(200, {"content-type": items.CONTENT_TYPE, wire.NEXT_HEADER: "decode"}),

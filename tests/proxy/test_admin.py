@@ -78,6 +78,6 @@ async def test_web_pages_cannot_use_the_admin_plane_through_a_browser(start, add
 async def test_a_port_that_is_taken_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+        with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"):
             async with running_admin(FastAPI(), admin_plane(port=port)):
                 pass

@@ -27,11 +27,11 @@ async def test_a_stream_is_the_bytes_of_p_then_of_d(start, kit):
 @pytest.mark.parametrize("stream", [True, False])
 async def test_d_is_cancelled_when_p_ends_the_answer(start, kit, stream):
     gateway = await start("p0:P", "d0:D")
-    body = [kit.FIRST, kit.DONE] if stream else [kit.WHOLE]
-    gateway["p0"].scripts["/stage/prefill"] = lambda _: [0.05, kit.NONE, *body]
+    body = kit.sent(kit.FIRST, kit.DONE) if stream else kit.WHOLE
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [0.05, kit.NONE, body]
     gateway["d0"].scripts["/stage/decode"] = lambda _: [kit.FOREVER]
     status, data = await gateway.answer(kit.chat(stream=stream))
-    assert (status, data) == (200, b"".join(body))
+    assert (status, data) == (200, kit.FIRST + kit.DONE if stream else kit.WHOLE)
     await gateway.until(lambda: len(gateway["d0"].cancelled) == 1)
     await gateway.settle()
 
@@ -58,8 +58,8 @@ async def test_each_distinct_image_is_encoded_once_and_announced_to_p(start, kit
 
 async def test_events_cut_anywhere_arrive_whole(start, kit):
     gateway = await start("pd0:PD")
-    text = kit.FIRST + kit.REST + kit.DONE
-    pieces = [step for cut in range(0, len(text), 7) for step in (text[cut : cut + 7], 0.001)]
+    body = kit.sent(kit.FIRST, kit.REST, kit.DONE)
+    pieces = [step for cut in range(0, len(body), 7) for step in (body[cut : cut + 7], 0.001)]
     gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, *pieces]
     async with gateway.post(kit.chat(stream=True)) as response:
         chunks = [b""]

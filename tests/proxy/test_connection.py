@@ -107,10 +107,11 @@ async def garbage_of(gateway, ask):
 async def test_a_request_that_fails_leaves_nothing_of_its_media(start, kit, how):
     gateway = await start("e0:E", "p0:P", "p1:P", "d0:D", restart="never", request_timeout_s=2.0)
     gateway["e0"].scripts["/stage/encode"] = lambda _: [kit.FOREVER]
-    script = {"is too slow": [kit.FOREVER], "is left": [kit.FOREVER], "breaks off": [kit.NONE, kit.FIRST, kit.DIE]}
+    cut = [kit.NONE, kit.sent(kit.FIRST), kit.DIE]
+    script = {"is too slow": [kit.FOREVER], "is left": [kit.FOREVER], "breaks off": cut}
     for name in ("p0",) if how == "is tried again" else ("p0", "p1"):
         gateway[name].scripts["/stage/prefill"] = lambda _: script.get(how) or kit.fail(500, "broken")
-    chat = kit.chat(kit.data_url(kit.picture()), stream=how == "breaks off")
+    chat = kit.chat(kit.data_url(kit.picture()), stream=how == "breaks off", n=1 + (how == "breaks off"))
 
     async def ask():
         asking = asyncio.create_task(gateway.answer(chat))
@@ -173,7 +174,7 @@ EVENT = b"data: " + b"x" * 60_000 + b"\n\n"
 
 async def test_an_unread_stream_gives_its_place_back_at_its_time_limit(start, kit):
     gateway = await start("pd0:PD", request_timeout_s=0.5)
-    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, *[EVENT] * 400, kit.DONE]
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, *[kit.sent(EVENT)] * 400, kit.sent(kit.DONE)]
     async with gateway.unread(STREAM):
         await gateway.until(lambda: gateway["pd0"].got("/stage/prefill"))
         await gateway.until(lambda: is_empty(gateway))
@@ -192,7 +193,7 @@ async def test_an_unread_answer_is_not_followed_by_another(start, kit):
 
 async def test_a_late_reader_receives_the_error_of_its_stream(start, kit):
     gateway = await start("pd0:PD", request_timeout_s=0.5)
-    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, *[EVENT] * 50, kit.FOREVER]
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, *[kit.sent(EVENT)] * 50, kit.FOREVER]
     async with gateway.unread(STREAM) as peer:
         await gateway.until(lambda: gateway["pd0"].cancelled)
         answer = await read(peer)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from epd_serve.backends import native
 from epd_serve.rpc import items
 
 TOKENS = range(1, 7)
@@ -109,12 +110,18 @@ async def test_a_stream_of_several_choices_moves_only_before_its_first_text(star
     await gateway.settle()
 
 
-async def test_tokens_of_unframed_answers_come_from_usage(start, kit):
-    """P gives an empty answer in frames, as vLLM's does."""
+async def test_unknown_tokens_of_answers_come_from_usage(start, kit, monkeypatch):
+    """P gives an empty answer, as vLLM's does."""
+    monkeypatch.setattr(native._StageCall, "knows_tokens", False)
     gateway = await start("p0:P", "d0:D")
     usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":3,"total_tokens":8}}\n\n'
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.FRAMES_THEN_DECODE]
-    gateway["d0"].scripts["/stage/decode"] = lambda _: [0.05, (200, {}), kit.FIRST, usage, kit.DONE]
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [
+        0.05,
+        (200, {}),
+        b"".join(items.pack(0, (), event) for event in (kit.FIRST, usage)),
+        kit.sent(kit.DONE),
+    ]
     assert (await gateway.answer(kit.chat(stream=True)))[1] == kit.FIRST + usage + kit.DONE
     await gateway.until(lambda: not gateway.admission.queue.num_in_flight)
     [shown] = json.loads(await gateway.text("/dashboard/data"))["requests"]

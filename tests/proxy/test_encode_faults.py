@@ -6,7 +6,7 @@ import pytest
 
 from epd_serve.protocol.wire import EncodeReply, encode
 
-ENCODED = (200, {}), encode(EncodeReply(cached=False, num_tokens=4))
+ENCODED = (200, {}), encode(EncodeReply(cached=False))
 
 
 def red(kit):

@@ -9,7 +9,8 @@ from gateway_settings import gateway_settings
 from instance_info import instance_info
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.routing.routes import Router
+from epd_serve.routing.routes import RoutePolicy
+from epd_serve.rpc import items
 from proxy.fleet import Fleet
 
 STREAMS = pytest.mark.parametrize("stream", [True, False])
@@ -89,16 +90,18 @@ def events_of(answer):
 
 @pytest.mark.parametrize(
     "script",
-    [["REST", "DIE"], ["REST", b'data: {"half', "DIE"], ["REST"], ["DIE"]],
+    [["REST", "DIE"], ["REST", "half", "DIE"], ["REST"], ["DIE"]],
     ids=["connection lost", "lost within an event", "clean end without [DONE]", "lost before its first byte"],
 )
 async def test_a_break_after_the_first_token_is_an_error_event_and_an_abort(start, kit, script, caplog):
+    """In a stream of two choices, which cannot continue at another instance."""
     gateway = await start("p0:P", "d0:D")
-    steps = [getattr(kit, step) if isinstance(step, str) else step for step in script]
+    rest = kit.sent(kit.REST)
+    steps = [{"REST": rest, "half": rest[:-3], "DIE": kit.DIE}[step] for step in script]
     head = [] if script == ["DIE"] else [(200, {})]
     gateway["d0"].scripts["/stage/decode"] = lambda _: [0.05, *head, *steps]
     with caplog.at_level(logging.WARNING):
-        chunks = events_of(await gateway.raw(kit.chat(stream=True)))
+        chunks = events_of(await gateway.raw(kit.chat(stream=True, n=2)))
     *tokens, last = chunks
     assert b"".join(tokens) == kit.FIRST + (kit.REST if "REST" in script else b"")
     assert last.startswith(b'data: {"error":{') and last.endswith(b"}}\n\n")
@@ -112,7 +115,8 @@ async def test_an_error_event_of_the_instance_is_not_doubled(start, kit, end):
     gateway = await start("p0:P", "d0:D")
     event = b'data: {"error":{"message":"KV lost","type":"server_error","param":null,"code":null}}\n\n'
     tail = [kit.DIE] if end else []
-    gateway["d0"].scripts["/stage/decode"] = lambda _: [0.05, (200, {}), kit.REST + event, *tail]
+    body = kit.sent(kit.REST) + items.pack(items.ERROR, (), event)
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [0.05, (200, {}), body, *tail]
     assert b"".join(events_of(await gateway.raw(kit.chat(stream=True)))) == kit.FIRST + kit.REST + event
     # It aborted on purpose: it is no lost instance.
     assert gateway.table["d0"].ready
@@ -123,7 +127,7 @@ async def test_an_error_event_of_the_instance_is_not_doubled(start, kit, end):
 async def test_a_client_that_leaves_cancels_everything(start, kit, stream, begun):
     """All are called at once: nobody waits for E before calling P, or for P before calling D."""
     gateway = await start("e0:E", "p0:P", "d0:D")
-    answer = [kit.DECODE, *([kit.FIRST] if stream else [])] if begun else []
+    answer = [kit.DECODE, *([kit.sent(kit.FIRST)] if stream else [])] if begun else []
     gateway["e0"].scripts["/stage/encode"] = lambda _: [kit.FOREVER]
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [*answer, kit.FOREVER]
     gateway["d0"].scripts["/stage/decode"] = lambda _: [kit.FOREVER]
@@ -154,7 +158,7 @@ async def test_the_deadline_is_a_504(start, kit):
 async def test_the_deadline_within_a_stream_is_an_error_event(start, kit):
     for limit_s in (0.3, 3, 30):  # until the stream has begun before
         gateway = await start("pd0:PD", request_timeout_s=limit_s)
-        gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, kit.FIRST, kit.FOREVER]
+        gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, kit.sent(kit.FIRST), kit.FOREVER]
         answer = await gateway.raw(kit.chat(stream=True))
         if not answer.startswith(b"HTTP/1.1 504 "):
             break
@@ -164,14 +168,12 @@ async def test_the_deadline_within_a_stream_is_an_error_event(start, kit):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_fault_of_the_gateway_is_a_counted_500_that_ends_the_connection(start, kit, stream):
-    class Broken:
-        uses_prefix = False
+async def test_a_fault_of_the_gateway_is_a_counted_500_that_ends_the_connection(start, kit, stream, monkeypatch):
+    def choose_route(*_, **__):
+        raise LookupError("a bug")
 
-        def choose_route(self, *_, **__):
-            raise LookupError("a bug")
-
-    gateway = await start("pd0:PD", router=Router(Broken()))
+    monkeypatch.setattr(RoutePolicy, "choose_route", choose_route)
+    gateway = await start("pd0:PD")
     async with gateway.post(kit.chat(stream=stream)) as response:
         assert (response.status, response.headers["connection"]) == (500, "close")
         assert "LookupError" in json.loads(await response.read())["error"]["message"]

@@ -37,7 +37,8 @@ async def test_instances_come_and_go_without_a_dropped_stream(start, kit):
     both = [("a0", gateway["a0"].url), ("a1", gateway["a1"].url)]
     gateway.become(both[:1])
     go_on = asyncio.Event()
-    gateway["a0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, kit.FIRST, go_on.wait, kit.REST + kit.DONE]
+    first, rest = kit.sent(kit.FIRST), kit.sent(kit.REST, kit.DONE)
+    gateway["a0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, first, go_on.wait, rest]
     stream = asyncio.create_task(gateway.answer(kit.chat(stream=True)))
     await gateway.until(lambda: bool(gateway["a0"].calls))
     gateway.become(both[1:])

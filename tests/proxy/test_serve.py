@@ -17,7 +17,6 @@ from epd_serve.errors import InstanceFailed, InstanceLost, ServeError
 from epd_serve.protocol import wire
 from epd_serve.protocol.wire import EncodeReply, MediaRef
 from epd_serve.routing.retry import MAX_ATTEMPTS
-from epd_serve.routing.routes import Router
 from epd_serve.rpc import items
 from epd_serve.telemetry.span import TraceContext
 from epd_serve.types import SamplingParams
@@ -75,11 +74,11 @@ class Call:
 
     prompt_note = ""
 
-    def __init__(self, world, name, request_id, *, framed):
+    def __init__(self, world, name, request_id, *, knows_tokens):
         self.world = world
         self.name = name
         self.request_id = request_id
-        self.framed = framed
+        self.knows_tokens = knows_tokens
         self.decode_follows = False
         self.opened: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
         self.num_closed = 0
@@ -194,7 +193,7 @@ class World:
         self.num_steps = 0
         self.num_choices = num_choices
         self.streams = streams
-        self.is_framed = self.pick(True, True, True, False)
+        self.knows_tokens = self.pick(True, True, True, False)
         self.calls = []
         self.next = []
         self.is_fused = False
@@ -211,7 +210,7 @@ class World:
         chosen = gateway_settings(restart=self.pick("never", "on-failure"))
         instances = [(name, f"http://{name}") for name in ROLES]
         connect = lambda name, _: Instance(self, name)  # noqa: E731
-        self.fleet = Fleet(chosen, instances, connect, Router())
+        self.fleet = Fleet(chosen, instances, connect)
         self.table = self.fleet.table
         for name in ROLES:
             self._return(name, 1)
@@ -239,7 +238,7 @@ class World:
         return self.data.draw(st.sampled_from(options))
 
     def open(self, name, request_id):
-        call = Call(self, name, request_id, framed=self.is_framed)
+        call = Call(self, name, request_id, knows_tokens=self.knows_tokens)
         self.calls.append(call)
         return call
 
@@ -302,7 +301,7 @@ class World:
 
     def _encode(self, done):
         if self.pick(True, False):
-            done.set_result(EncodeReply(cached=False, num_tokens=4))
+            done.set_result(EncodeReply(cached=False))
         else:
             done.set_exception(self._failure())
 
@@ -318,17 +317,17 @@ class World:
                     number = self.next[choice]
                     self.next[choice] += 1
                     event = b"data: %d %d\n\n" % (choice, number)
-                    call.send(items.pack(choice, (number,), event) if call.framed else event)
+                    call.send(items.pack(choice, (number,) if call.knows_tokens else (), event))
         if what == "nothing" or not call.is_read:
             return
         if is_whole:
-            call.send((items.pack(items.END, (), DONE) if call.framed else DONE) if self.streams else b"{}")
+            call.send(items.pack(items.END, (), DONE) if self.streams else b"{}")
             if not call.is_read:  # the client takes the end slowly
                 call.end()
                 return
         if what in ("end", "early end"):
             call.end()
-        elif what == "said" and self.streams and call.framed:
+        elif what == "said" and self.streams and call.knows_tokens:
             event = b"data: " + self._failure().to_json() + b"\n\n"
             call.send(items.pack(items.ERROR, (), event))
         elif what == "unreadable":

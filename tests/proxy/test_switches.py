@@ -92,7 +92,7 @@ async def test_d_leaving_during_ps_reservation_is_the_reported_cause(start, kit,
 def held_back(gateway, name):
     """Lets the order for an instance take until the event is set."""
     go_on, came = asyncio.Event(), []
-    changed = wire.encode(RoleChanged("P", "D", 1, 0.1))
+    changed = wire.encode(RoleChanged("P", "D", 0.1))
 
     def carry_out(message):
         came.append(message.role)

@@ -4,13 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.routing.encoders import BOUND, BoundedHash
+from epd_serve.routing import encoders
+from epd_serve.routing.encoders import BOUND, EVEN, choose_encoders
 
-POLICY = BoundedHash()
 
-
-def chosen(table, *items, prefill="p0", exclude=(), policy=POLICY):
-    return [one.name for one in policy.choose_encoders(table, table[prefill], items, exclude=exclude)]
+def chosen(table, *items, prefill="p0", exclude=()):
+    return [one.name for one in choose_encoders(table, table[prefill], items, exclude=exclude)]
 
 
 def test_items_of_one_request_spread(build):
@@ -102,7 +101,7 @@ def test_without_an_encoder_p_encodes_itself(build):
     st.lists(st.integers(1, 5_000), min_size=1, max_size=9),
 )
 def test_no_encoder_gets_more_than_its_share(build, loads, sizes):
-    """After each item the one that got it has at most ``bound`` times the mean, or one item more than the mean."""
+    """After each item the one that got it has at most BOUND times the mean, or one item more than the mean."""
     table = build("p0:P", *(f"e{index}:E:pixels={load}" for index, load in enumerate(loads)))
     items = [build.item(f"item {number}", size) for number, size in enumerate(sizes)]
     to_do = {f"e{index}": load for index, load in enumerate(loads)}
@@ -112,15 +111,17 @@ def test_no_encoder_gets_more_than_its_share(build, loads, sizes):
         assert to_do[name] <= max(BOUND * mean, mean + item.width) + 1e-3
 
 
-def test_over_time_all_get_about_the_same(build):
+@pytest.mark.parametrize(("bound", "even", "most"), [(BOUND, EVEN, 1.12), (float("inf"), float("inf"), 1.5)])
+def test_over_time_all_get_about_the_same(build, monkeypatch, bound, even, most):
     """Where each item is done before the next one comes, and no queue says who has got more."""
     table = build("e0:E", "e1:E", "e2:E", "e3:E", "p0:P")
     sizes = [1_000 * (1 + number % 5) for number in range(400)]
-    for policy, most in ((POLICY, 1.12), (BoundedHash(bound=float("inf"), even=float("inf")), 1.5)):
-        got = dict.fromkeys(("e0", "e1", "e2", "e3"), 0)
-        for number, size in enumerate(sizes):
-            item = build.item(f"{policy} {number}", size)
-            [name] = chosen(table, item, policy=policy)
-            with table.open_encode(table[name], item):
-                got[name] += size
-        assert max(got.values()) * 4 / sum(got.values()) <= most
+    monkeypatch.setattr(encoders, "BOUND", bound)
+    monkeypatch.setattr(encoders, "EVEN", even)
+    got = dict.fromkeys(("e0", "e1", "e2", "e3"), 0)
+    for number, size in enumerate(sizes):
+        item = build.item(f"{bound} {even} {number}", size)
+        [name] = chosen(table, item)
+        with table.open_encode(table[name], item):
+            got[name] += size
+    assert max(got.values()) * 4 / sum(got.values()) <= most

@@ -23,7 +23,7 @@ from epd_serve.errors import (
     Unavailable,
 )
 from epd_serve.routing.retry import MAX_ATTEMPTS, CallFailed, ItemEncoders, Retry
-from epd_serve.routing.routes import Demand, Route, Router
+from epd_serve.routing.routes import Demand, Route, RoutePolicy
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage
 
@@ -32,7 +32,7 @@ NOW_S, WAIT_S = 100.0, 10.0
 
 
 def retry_of(table: InstanceTable, **demand: Any) -> Retry:
-    return Retry(table, Router(), "m", Demand(**demand))
+    return Retry(table, RoutePolicy(), "m", Demand(**demand))
 
 
 def pick(retry: Retry, now_s: float = NOW_S, wait_s: float = WAIT_S, complete_at_s: float | None = NOW_S) -> Route:
@@ -147,7 +147,7 @@ def asked(build: Any, table: InstanceTable, error: ServeError) -> list[str]:
     item, found = item_of(build, table), ["e0"]
     try:
         while True:
-            item.pick_next(Router(), table, table["p0"], error)
+            item.pick_next(table, table["p0"], error)
             found.append(item.encoder.name)
     except ServeError as ended:
         found.append(type(ended).__name__)

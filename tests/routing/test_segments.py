@@ -3,8 +3,7 @@
 from msgspec.structs import replace
 
 from epd_serve.protocol.wire import MediaRef
-from epd_serve.routing.encoders import split_videos
-from epd_serve.routing.routes import RoutePolicy, Router
+from epd_serve.routing.encoders import choose_encoders, split_videos
 from epd_serve.types import StageRate
 
 RATE = StageRate(0.0, 1e-6)
@@ -85,7 +84,7 @@ def test_segments_that_are_there_are_not_encoded_again(build):
 
 
 def test_segments_go_to_encoders_of_their_own(build):
-    table, router = fleet(build, *ENCODERS), Router(RoutePolicy("least_loaded"))
+    table = fleet(build, *ENCODERS)
     [whole] = split_videos(table, table["p0"], [video()], [0])
-    chosen = router.encoders.choose_encoders(table, table["p0"], whole.segments)
+    chosen = choose_encoders(table, table["p0"], whole.segments)
     assert sorted(one.name for one in chosen) == ["e0", "e1", "e2", "e3"]

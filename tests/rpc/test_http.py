@@ -7,6 +7,7 @@ import pytest
 from own_ports import free_port
 
 from epd_serve.errors import InstanceLost, InstanceUnreachable, InvalidRequest, Unavailable
+from epd_serve.rpc import http
 from epd_serve.rpc.admin import AdminClient, AdminUnreachable
 from epd_serve.rpc.http import HttpPool, HttpServer
 
@@ -70,11 +71,12 @@ async def test_an_error_is_the_servers_own(played):
         await played.http.ask("GET", "/")
 
 
-async def test_an_answer_without_end_is_not_collected(played):
+async def test_an_answer_without_end_is_not_collected(played, monkeypatch):
+    monkeypatch.setattr(http, "MAX_BODY_BYTES", 100_000)
     piece = b"10000\r\n" + b"e" * 65536 + b"\r\n"
     played.answers = [[CHUNKED, *[piece] * 200], [b"HTTP/1.1 503 No" + CHUNKED[15:], *[piece] * 200]]
     with pytest.raises(InstanceLost, match="answered with more than 100000 bytes"):
-        await played.http.ask("GET", "/info", max_bytes=100_000)
+        await played.http.ask("GET", "/info")
     with pytest.raises(Unavailable, match="p0 answered 503: eeee") as caught:
         await played.http.ask("GET", "/info")
     assert len(caught.value.message) < 300

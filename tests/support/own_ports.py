@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from epd_serve.launch.processes import ports
+from epd_serve.rpc.sockets import listen
 
 _LOWEST, _EACH = 10_240, 2_300
 #: The first of Mooncake's; above these are those of :mod:`epd_serve.launch.processes.ports` outside of the tests.
@@ -29,7 +30,7 @@ def free_port(host: str) -> int:
     while True:
         port = ports.draw_port(1)
         try:
-            ports.listen(host, port).close()
+            listen(host, port, "a test").close()
         except ValueError:
             continue
         return port

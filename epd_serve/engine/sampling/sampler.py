@@ -207,12 +207,12 @@ class LogprobsReadback:
         values, indices = zip(*pieces, strict=True)
         self._values, self._indices = Readback(torch.cat(values)), Readback(torch.cat(indices))
 
-    def wait(self, token_ids: Iterable[int], num_top: Iterable[int]) -> list[TokenLogprob]:
-        """Wait for the rows, which have these tokens, and return each with ``num_top`` alternatives."""
-        rows = zip(token_ids, num_top, self._values.wait().tolist(), self._indices.wait().tolist(), strict=True)
+    def wait(self, num_top: Iterable[int]) -> list[TokenLogprob]:
+        """Wait for the rows and return each with ``num_top`` alternatives."""
+        rows = zip(num_top, self._values.wait().tolist(), self._indices.wait().tolist(), strict=True)
         return [
-            TokenLogprob(token_id=token, logprob=logprob, top=list(zip(top, top_logprobs, strict=True))[:count])
-            for token, count, (logprob, *top_logprobs), top in rows
+            TokenLogprob(logprob=logprob, top=list(zip(top, top_logprobs, strict=True))[:count])
+            for count, (logprob, *top_logprobs), top in rows
         ]
 
 
@@ -248,7 +248,7 @@ class Sampling:
             raise FloatingPointError("tokens were read before the device had chosen them: an event is missing")
         sampled = [SampledToken(token_id) for token_id in ids]
         if self._num_top:
-            details = self._logprobs.wait([ids[row] for row in self._num_top], self._num_top.values())
+            details = self._logprobs.wait(self._num_top.values())
             for row, detail in zip(self._num_top, details, strict=True):
                 sampled[row] = SampledToken(ids[row], detail)
         return sampled
@@ -461,6 +461,6 @@ class PromptLogprobs:
     def hand_out(self) -> None:
         """Wait for the log-probabilities and store them in their sequences."""
         num_top = [sequence.sampling.logprobs or 0 for sequence, _ in self._inputs.scored]
-        details = self._readback.wait(self._inputs.scored_ids, num_top)
+        details = self._readback.wait(num_top)
         for (sequence, index), detail in zip(self._inputs.scored, details, strict=True):
             sequence.logprobs[index] = detail

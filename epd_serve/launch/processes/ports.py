@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import random
-import socket
 from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -12,9 +10,9 @@ from pathlib import Path
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.vllm import PORTS_PER_INSTANCE
+from epd_serve.rpc.sockets import listen
 
 _TRIES = 50
-_BACKLOG = 2048
 #: Mooncake's transfer engines take two random ports each from 15000 to 17000.
 _LOWEST = 17_001
 #: The range of ports of outgoing connections.
@@ -109,19 +107,3 @@ def draw_port(count: int) -> int:
     except (OSError, ValueError):
         end = 32768
     return random.randint(_LOWEST, end - count)
-
-
-def listen(host: str, port: int, user: str = "gateway (gateway.port)") -> socket.socket:
-    """Return a listening socket, as for the gateway, whose successors inherit it. Raises ValueError."""
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do, for ports closed recently
-    try:
-        bound.bind((host, port))
-        bound.listen(_BACKLOG)  # with SO_REUSEADDR, several sockets could merely bind the port
-    except (OSError, OverflowError) as error:
-        bound.close()
-        in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        hint = "; set another port, or 0 for any free one" if in_use else ""
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{user} cannot listen on {host} port {port}: {reason}{hint}") from error
-    return bound

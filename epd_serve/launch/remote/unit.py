@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -30,6 +29,7 @@ from epd_serve.launch.record import DeploymentRecord, mps_note, with_trust
 from epd_serve.protocol.addresses import is_wildcard
 from epd_serve.rpc.joining import join_all
 from epd_serve.rpc.server import serve_app
+from epd_serve.rpc.sockets import listen
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.placement import CPU, place_units
 
@@ -189,8 +189,7 @@ async def run_unit(
         if note := mps_note(config, os.environ, here):
             logger.info("%s", note)
         if health_port is not None:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listener = socket.create_server((address, health_port), family=family)
+            listener = listen(address, health_port, "the health server (--health-port)")
             routes = [Route(f"/health/{path}", unit.answer_health) for path in ("live", "ready")]
             await stack.enter_async_context(serve_app(Starlette(routes=routes), listener, tls=unit.tls))
         await unit.start()

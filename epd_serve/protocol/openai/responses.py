@@ -5,7 +5,7 @@ Responses are not stored: clients send the whole conversation.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -150,6 +150,8 @@ class ResponsesRequest(CommonRequest, ResponsesNoEffect):
 
 class ResponsesCall(TranslatedChat):
     """The chat completion that a :class:`ResponsesRequest` translates to."""
+
+    format_field: ClassVar[str] = "text.format"
 
     asked: ResponsesRequest
 

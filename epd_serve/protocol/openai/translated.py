@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 from msgspec.structs import replace
@@ -16,6 +16,7 @@ from epd_serve.protocol.openai.fields import explain
 from epd_serve.protocol.openai.generation import ChatCompletionRequest
 from epd_serve.protocol.openai.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef, TokenizeRequest
+from epd_serve.types import Grammar
 
 Kind = Literal["thought", "text", "call"]
 encode = msgspec.json.Encoder().encode
@@ -31,8 +32,11 @@ class InputTokens(BaseModel):
 class TranslatedChat(ChatCompletionRequest):
     """A chat completion translated from another API's request.
 
-    ``places`` names, for each chat message, the field of that request it comes from.
+    ``places`` names, for each chat message, the field of that request it comes from; ``format_field`` is the one
+    that ``response_format`` comes from.
     """
+
+    format_field: ClassVar[str] = "response_format"
 
     places: list[str]
 
@@ -43,11 +47,17 @@ class TranslatedChat(ChatCompletionRequest):
             return cls.model_validate(fields)
         except (ValidationError, InvalidRequest) as error:
             failure = explain(error, cls) if isinstance(error, ValidationError) else error
-            failure.param = _place(failure.param, fields["places"])
+            param = cls._field(failure.param, fields["places"])
+            failure.message = failure.message.replace(failure.param or "", param or "")
+            failure.param = param
             raise failure from error
 
     def media(self) -> list[MediaSource]:
-        return [replace(source, param=_place(source.param, self.places) or "") for source in super().media()]
+        return [replace(one, param=self._field(one.param, self.places) or "") for one in super().media()]
+
+    def grammar(self) -> Grammar | None:
+        grammar = super().grammar()
+        return grammar and replace(grammar, param=self._field(grammar.param, self.places) or "")
 
     def message(self, items: list[MediaRef]) -> TokenizeRequest:
         """Return the tokenize request that counts the input."""
@@ -57,17 +67,17 @@ class TranslatedChat(ChatCompletionRequest):
         """Return the answer to :meth:`message`."""
         return InputTokens(object="response.input_tokens", input_tokens=len(reply.tokens))
 
+    @classmethod
+    def _field(cls, param: str | None, places: list[str]) -> str | None:
+        """Convert the name of a chat field to the request's field."""
+        found = re.match(r"messages\[(\d+)\](?:\.content)?(.*)", param or "")
+        if found is not None:
+            return places[int(found[1])] + found[2].removesuffix(".url")
+        return param and re.sub(r"^response_format(\.json_schema)?", cls.format_field, param)
+
     @abstractmethod
     def translation(self, *, id: str, created: int, model: str) -> AnswerTranslation:
         """Return the translation of the answer; ``created`` is in seconds since the epoch."""
-
-
-def _place(param: str | None, places: list[str]) -> str | None:
-    """Convert the name of a chat field to the request's field."""
-    found = re.match(r"messages\[(\d+)\](?:\.content)?(.*)", param or "")
-    if found is not None:
-        return places[int(found[1])] + found[2].removesuffix(".url")
-    return param and param.replace("response_format.json_schema", "text.format")
 
 
 class AnswerTranslation:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from epd_serve.protocol.wire import Region
-from epd_serve.transfer.kv_receiver import Tombstones
+from epd_serve.recent import Recent
 from epd_serve.transfer.mooncake.engine import Engine, MooncakeOptions, StagingPool, address_of
 from epd_serve.transfer.shared_memory import SharedSlab
 from epd_serve.transfer.tcp import TcpPeers, TcpServer
@@ -109,7 +109,7 @@ class MooncakeTransport:
         self.engine.register(self._staging.address, self._staging.nbytes)
         self._server = TcpServer(options.host, options.timeout_s, advertise=options.host, key=key)
         self._acquainted = TcpPeers(options.timeout_s, key)
-        self._known: Tombstones[bool] = Tombstones()
+        self._known: Recent[str] = Recent()
         self._closed = False
 
     def allocate(self, name: str, nbytes: int) -> MooncakeSlab:
@@ -210,7 +210,7 @@ class MooncakeTransport:
             identity = msgspec.structs.replace(region, nbytes=_IDENTITY_BYTES)
             self._acquainted.read(identity, [(0, memoryview(bytearray(_IDENTITY_BYTES)))])
             with self._lock:
-                self._known.add(region.name, True)
+                self._known.add(region.name)
         peer = f"{region.host}:{region.engine_port}"
         there = bytearray(_IDENTITY_BYTES)
         self._read_staged(peer, region.identity_address, memoryview(there))
