@@ -216,6 +216,15 @@ def test_each_sequence_needs_room_for_its_recurrent_state(ascend: Profile) -> No
         run(recurrent, num_blocks=105)
 
 
+def test_a_recurrent_state_is_freed_where_it_was_handed_to(ascend: Profile) -> None:
+    recurrent = msgspec.structs.replace(ascend, state_bytes=100 * 16 * ascend.kv_token_bytes)
+    devices = ["npu:0", "npu:1"]
+    deployment = build(parse_topology("P-D"), devices, lambda *_: recurrent, block_size=16, num_blocks=401)
+    outcome = simulate(deployment, load(TEXT, 12, 100.0, seed=1))
+    assert not any(job.failure for job in outcome.jobs)
+    check_books(outcome)
+
+
 def test_encoders_that_assist_add_tokens_and_delay_no_picture() -> None:
     """HeteroServe, section 6.5, reports 13 % more tokens/s; half of the requests here are texts."""
     shape, kinds = shape_of("llava-1.5-7b"), ("rtx-4090", "rtx-4090", "a100", "a100")
