@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from device import base, host
 from device.base import DeviceLost, Partition, check_share
@@ -87,6 +86,3 @@ class AcceleratorDevice(host.HostPart):
 
     def record_event(self) -> base.Event:
         return self.current_stream().record_event()
-
-    def pin_memory(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory()

@@ -39,8 +39,7 @@ class AscendDevice(AcceleratorDevice):
 
     def __init__(self, index: int) -> None:
         super().__init__("npu", index, _PARTITION)
-        self._ops = AscendOps(layout=attention_layout())
-        self.ops: base.AttentionOps = self._ops
+        self.ops: base.AttentionOps = AscendOps(layout=attention_layout())
         self._has_share = False
         # the cores for matrix products; vector cores not counted
         self.cores = int(self._vendor.get_device_properties(index).cube_core_num)
@@ -79,7 +78,7 @@ class AscendDevice(AcceleratorDevice):
         super().set_memory_fraction(float(fraction))  # torch_npu refuses the integer 1
 
     def graph_runner(self) -> base.GraphRunner:
-        return NPUGraphRunner(self.torch_device, self._ops.attention.context_lens)
+        return NPUGraphRunner(self.torch_device)
 
 
 def attention_layout() -> Layout:
@@ -157,10 +156,8 @@ class NPUGraphRunner(base.GraphRunner):
     captures = True
     cuts = False
 
-    def __init__(self, device: torch.device, lengths_argument: str) -> None:
-        """``lengths_argument``: the attention operator's keyword for context lengths."""
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lengths_argument = lengths_argument
         self._npu: Any = torch.get_device_module("npu")
         self._captured: dict[int, _Captured] = {}
 
@@ -185,7 +182,7 @@ class NPUGraphRunner(base.GraphRunner):
         if entry.replayed is not None:
             # A replay clears the events that it passes; wait for its end before recording the next ones.
             entry.replayed.synchronize()
-        entry.graph.update(cpu_update_input=[{self._lengths_argument: list(decode_context_lens)}])
+        entry.graph.update(cpu_update_input=[{"actual_seq_kvlen": list(decode_context_lens)}])
         entry.is_bound = True
 
     def replay(self, size: int) -> Tensor:

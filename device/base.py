@@ -196,12 +196,6 @@ class AttentionOps(Protocol):
 class Event(Protocol):
     """A point in a stream's work, such as ``torch.Event``."""
 
-    def record(self, stream: Stream | None = None) -> None:
-        """Mark the work given so far to ``stream`` (default: the current one)."""
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Make ``stream`` (default: the current one) wait for the event, without blocking the host."""
-
     def query(self) -> bool:
         """Return whether the recorded work is done."""
 
@@ -215,9 +209,11 @@ class Stream(Protocol):
     def synchronize(self) -> None:
         """Block the host until all work of the stream is done."""
 
-    def wait_event(self, event: Event) -> None: ...
+    def wait_event(self, event: Event) -> None:
+        """Make later work of the stream wait for the event, without blocking the host."""
 
-    def record_event(self, event: Event | None = None) -> Event: ...
+    def record_event(self) -> Event:
+        """Return an event that marks the work given to the stream so far."""
 
     def __enter__(self) -> Stream: ...
 
@@ -263,7 +259,6 @@ class PartitionStrength(StrEnum):
     """The hardware enforces the share (MIG)."""
     COOPERATIVE = "cooperative"
     """Each process limits itself; an unlimited process can take more."""
-    NONE = "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,7 +267,7 @@ class Partition:
 
     strength: PartitionStrength
     mechanisms: tuple[str, ...]
-    """Human-readable mechanisms that set the shares; empty only if strength is NONE."""
+    """Human-readable mechanisms that set the shares."""
 
 
 class BareDevice(Protocol):
@@ -360,9 +355,6 @@ class Device(BareDevice, Protocol):
     transport: TransportCapability
 
     def graph_runner(self) -> GraphRunner: ...
-
-    def pin_memory(self, tensor: Tensor) -> Tensor:
-        """Return a pinned copy of the host tensor for asynchronous copies (itself on a CPU)."""
 
     def pin_in_place(self, memory: Tensor) -> Callable[[], None]:
         """Pin this host memory for asynchronous copies until the returned function is called.

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from device import copies
 from device.base import AttentionOps, AttnMeta, Device
 from device.ops.plain import PlainOps
 
@@ -138,7 +139,8 @@ def _copies(device: Device) -> str:
     total, free = device.memory()
     assert 0 < free <= total, f"{free} of {total} bytes free"
     source = torch.randint(-128, 128, (1 << 23,), dtype=torch.int8)
-    for host in (source, device.pin_memory(source)):
+    pinned = source if device.type == "cpu" else copies.pin(source, device.torch_device)
+    for host in (source, pinned):
         there = host.to(device.torch_device, non_blocking=True, copy=True)
         device.synchronize()
         assert torch.equal(there.cpu(), source), "the copy changed the bytes"

@@ -6,7 +6,6 @@ import os
 
 import psutil
 import torch
-from torch import Tensor
 
 from device import base, host
 from device.base import DeviceUnavailable, Partition, PartitionStrength, check_share
@@ -24,20 +23,14 @@ class CpuEvent:
     def synchronize(self) -> None:
         return
 
-    def record(self, stream: base.Stream | None = None) -> None:
-        return
-
-    def wait(self, stream: base.Stream | None = None) -> None:
-        return
-
     def query(self) -> bool:
         return True
 
     def wait_event(self, event: base.Event) -> None:
         event.synchronize()
 
-    def record_event(self, event: base.Event | None = None) -> base.Event:
-        return event or CpuEvent()
+    def record_event(self) -> base.Event:
+        return self
 
     def __enter__(self) -> CpuEvent:
         return self
@@ -104,10 +97,7 @@ class CpuDevice(host.HostPart):
         return self._stream
 
     def record_event(self) -> base.Event:
-        return CpuEvent()
-
-    def pin_memory(self, tensor: Tensor) -> Tensor:
-        return tensor
+        return self._stream.record_event()
 
 
 def missing() -> str | None:

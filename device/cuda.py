@@ -23,7 +23,7 @@ from device import base, cuda_ipc, mps
 from device.accel import AcceleratorDevice
 from device.base import DeviceUnavailable, Partition, PartitionStrength, check_share, check_update
 from device.ops.cuda import CudaOps
-from device.ops.varlen import find_varlen
+from device.ops.varlen import varlen
 
 logger = logging.getLogger(__name__)
 
@@ -194,10 +194,10 @@ def make_ops(cores: int, capability: tuple[int, int]) -> CudaOps:
 
     Raises DeviceUnavailable if Triton is installed but cannot compile.
     """
-    varlen = find_varlen() if capability >= _FLASH_CAPABILITY else None
+    flash = varlen if capability >= _FLASH_CAPABILITY else None
     has_fast_cudnn = capability[0] in _FAST_CUDNN_MAJORS
     if importlib.util.find_spec("triton") is None:
-        return CudaOps(varlen, has_fast_cudnn=has_fast_cudnn)
+        return CudaOps(flash, has_fast_cudnn=has_fast_cudnn)
     if "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
         raise DeviceUnavailable("Triton needs a C compiler: install gcc or clang, or name one in CC")
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
@@ -205,7 +205,7 @@ def make_ops(cores: int, capability: tuple[int, int]) -> CudaOps:
     # Imported here because importing it imports Triton.
     from device.ops.triton_ops import TritonOps
 
-    return TritonOps(cores, varlen, has_fast_cudnn=has_fast_cudnn)
+    return TritonOps(cores, flash, has_fast_cudnn=has_fast_cudnn)
 
 
 def _partition(device_name: str) -> Partition:

@@ -1,4 +1,4 @@
-"""Parse ``npu-smi info``: health, utilisation and memory of each NPU.
+"""Parse ``npu-smi info``: name and health of each NPU.
 
 Unverified on an NPU, and the table is unspecified. The tests use outputs of npu-smi 24.1 published by users of
 Atlas A2, Atlas A3 and 310P.
@@ -10,35 +10,20 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
 
 from device.ascend_limits import parse_visible_devices
 
 COMMAND = ("npu-smi", "info")
 _TIMEOUT_S = 10.0
-_USAGE = re.compile(r"(\d+)\s*/\s*(\d+)")
 _BUS = re.compile(r"NA|[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f]")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chip:
-    """Two rows of the table; None for a number that npu-smi omits.
+def parse(text: str) -> list[tuple[str, str]]:
+    """Return the name and health (OK, Warning, Alarm, Critical or UNKNOWN) of each chip of the table.
 
-    Attributes:
-        health: OK, Warning, Alarm, Critical or UNKNOWN.
-        utilisation: AI cores, as a fraction of 1.
+    Its order is assumed to be ``npu:0``, ``npu:1``, ...
     """
-
-    name: str
-    health: str
-    utilisation: float | None
-    memory_used_bytes: int | None
-    memory_bytes: int | None
-
-
-def parse(text: str) -> list[Chip]:
-    """Return the chips in table order, assumed to be ``npu:0``, ``npu:1``, ...; empty without a table."""
-    chips: list[Chip] = []
+    chips: list[tuple[str, str]] = []
     first: list[str] = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
@@ -49,24 +34,9 @@ def parse(text: str) -> list[Chip]:
         if not _BUS.fullmatch(cells[1]):
             first = cells
         elif first:
-            chips.append(_chip(first, cells[2]))
+            chips.append((first[0].split()[-1], first[1]))
             first = []
     return chips
-
-
-def _chip(first: list[str], figures: str) -> Chip:
-    cores = figures.split()[0]
-    # A chip has HBM or other memory; the unused column is 0 / 0.
-    used, total = max(
-        ((int(a), int(b)) for a, b in _USAGE.findall(figures)), key=lambda pair: pair[1], default=(0, 0)
-    )
-    return Chip(
-        name=first[0].split()[-1],
-        health=first[1],
-        utilisation=int(cores) / 100 if cores.isdigit() else None,
-        memory_used_bytes=used << 20 if total else None,
-        memory_bytes=total << 20 if total else None,
-    )
 
 
 def check_health(index: int) -> str:
@@ -79,6 +49,6 @@ def check_health(index: int) -> str:
     number = parse_visible_devices(visible)[index] if visible else index
     if number >= len(chips):
         return f"npu-smi lists {len(chips)} chips, but not number {number}"
-    chip = chips[number]
-    assert chip.health == "OK", f"npu-smi says {chip.health} of chip {number}, {chip.name}"
-    return f"npu-smi says OK of chip {number}, {chip.name}"
+    name, health = chips[number]
+    assert health == "OK", f"npu-smi says {health} of chip {number}, {name}"
+    return f"npu-smi says OK of chip {number}, {name}"

@@ -6,87 +6,20 @@ Each operation takes the time given at its launch and calls ``then`` when it is 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Self
 
 from device import base
 from device.base import DeviceUnavailable, Partition, PartitionStrength, check_share
 from device.datasheets import emulated_kind, emulated_sheet, has_stream_priorities
-from device.emulated.timeline import WHOLE, Demand, Operation, Timeline, TimelineStream, sleep_exactly
+from device.emulated.timeline import Operation, Timeline, TimelineStream, entered_streams, sleep_exactly
 from device.present import EMULATED_MEMORY
 
 TYPE = "emulated"
 
 
-_entered = threading.local()  # the streams entered by a thread, the innermost last
-
-
 class TimedMemoryError(MemoryError):
     """The memory of the emulated device is full."""
-
-
-class TimedEvent:
-    """Event protocol on the last operation of a stream."""
-
-    def __init__(self, device: TimedDevice) -> None:
-        self._device = device
-        self._operation: Operation | None = None
-
-    def record(self, stream: base.Stream | None = None) -> None:
-        assert stream is None or isinstance(stream, TimedStream)
-        self._operation = (stream or self._device.current_stream()).last
-
-    def wait(self, stream: base.Stream | None = None) -> None:
-        assert stream is None or isinstance(stream, TimedStream)
-        if self._operation is not None:
-            (stream or self._device.current_stream()).queue.wait_for(self._operation)
-
-    def query(self) -> bool:
-        return self._operation is None or self._operation.query()
-
-    def synchronize(self) -> None:
-        if self._operation is not None:
-            self._operation.wait()
-
-
-class TimedStream:
-    """Stream protocol on a queue of timed operations.
-
-    Attributes:
-        last: the most recently launched operation.
-    """
-
-    def __init__(self, device: TimedDevice, queue: TimelineStream) -> None:
-        self.device = device
-        self.queue = queue
-        self.last: Operation | None = None
-
-    def launch(
-        self, cost_s: float, then: Callable[[], object] | None = None, *, demand: Demand = WHOLE
-    ) -> Operation:
-        """See :meth:`device.emulated.timeline.TimelineStream.launch`."""
-        self.last = self.queue.launch(cost_s, then, demand=demand)
-        return self.last
-
-    def synchronize(self) -> None:
-        self.queue.synchronize()
-
-    def wait_event(self, event: base.Event) -> None:
-        event.wait(self)
-
-    def record_event(self, event: base.Event | None = None) -> base.Event:
-        event = event or TimedEvent(self.device)
-        event.record(self)
-        return event
-
-    def __enter__(self) -> Self:
-        _entered.__dict__.setdefault("streams", []).append(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _entered.streams.pop()
 
 
 class TimedDevice:
@@ -116,7 +49,7 @@ class TimedDevice:
         self._timeline = Timeline(self.name, directory, clock=clock, sleep=sleep)
         self._link = Timeline(f"{self.name}.link", directory).stream()
         self._fraction, self._used, self._peak = 1.0, 0, 0
-        self._default = TimedStream(self, self._timeline.stream())
+        self._default = self._timeline.stream()
         self._streams = [self._default]
 
     def copy(self, num_bytes: int) -> Operation:
@@ -171,15 +104,15 @@ class TimedDevice:
     def check(self) -> None:
         self._timeline.check()
 
-    def stream(self, priority: int = 0, share: float | None = None) -> TimedStream:
+    def stream(self, priority: int = 0, share: float | None = None) -> TimelineStream:
         priority = min(priority, 0) if has_stream_priorities(self.spec.name) else 0
-        stream = TimedStream(self, self._timeline.stream(priority, share))
+        stream = self._timeline.stream(priority, share)
         self._streams.append(stream)
         return stream
 
-    def current_stream(self) -> TimedStream:
-        streams: list[TimedStream] = getattr(_entered, "streams", [])
-        return next((one for one in reversed(streams) if one.device is self), self._default)
+    def current_stream(self) -> TimelineStream:
+        entered = reversed(entered_streams())
+        return next((one for one in entered if one.timeline is self._timeline), self._default)
 
     def record_event(self) -> base.Event:
         return self.current_stream().record_event()

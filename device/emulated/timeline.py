@@ -28,10 +28,11 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
 
+from device import base
 from device.base import DeviceLost, check_share
 
 #: Environment variable with the path of the file of injected faults: see :class:`Faults`.
@@ -310,13 +311,34 @@ class Operation:
             timeline.sleep(max(min(end_s - timeline.clock(), LOOK_AGAIN_S), 0.0))
 
 
+@dataclass(frozen=True, slots=True)
+class TimedEvent:
+    """Event protocol on an operation; None: the stream was idle."""
+
+    operation: Operation | None
+
+    def query(self) -> bool:
+        return self.operation is None or self.operation.query()
+
+    def synchronize(self) -> None:
+        if self.operation is not None:
+            self.operation.wait()
+
+
+def entered_streams() -> list[TimelineStream]:
+    """Return the streams entered by this thread, the innermost last."""
+    streams: list[TimelineStream] = _LOCAL.__dict__.setdefault("streams", [])
+    return streams
+
+
 class TimelineStream:
-    """Queue of consecutive operations, created by :meth:`Timeline.stream`. Thread-safe."""
+    """Stream protocol: queue of consecutive operations, created by :meth:`Timeline.stream`. Thread-safe."""
 
     def __init__(self, timeline: Timeline, priority: int, number: int, share: float | None = None) -> None:
         self.timeline, self.priority, self.number, self.share = timeline, priority, number, share
         self._queue: deque[Operation | _Barrier] = deque()
         self._has_begun = self._has_hung = False  # state of the first operation in the queue
+        self._last: Operation | None = None  # the last one launched, until it is done
         self._free_s = -math.inf  # end of the previous operation
 
     def launch(
@@ -343,15 +365,28 @@ class TimelineStream:
                 cost_s *= slower
                 demand = Demand(demand.compute / slower, demand.bandwidth / slower)
             operation = Operation(self, cost_s, demand, self.timeline.clock(), then)
+            self._last = operation
             self._queue.append(operation)
             if self._queue[0] is operation:
                 self._begin(operation)
         return operation
 
-    def wait_for(self, operation: Operation) -> None:
-        """Delay work launched from now on until after ``operation`` of any stream of the timeline."""
-        with self.timeline.lock:
-            self._queue.append(_Barrier(operation))
+    def wait_event(self, event: base.Event) -> None:
+        """Delay work launched from now on until after the event of any stream of the timeline."""
+        assert isinstance(event, TimedEvent)
+        if event.operation is not None:
+            with self.timeline.lock:
+                self._queue.append(_Barrier(event.operation))
+
+    def record_event(self) -> TimedEvent:
+        return TimedEvent(self._last)
+
+    def __enter__(self) -> Self:
+        entered_streams().append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        entered_streams().pop()
 
     def synchronize(self) -> None:
         """Sleep until all launched work is done. Raises DeviceLost."""
@@ -392,6 +427,8 @@ class TimelineStream:
                 self._has_begun = self._has_hung = False
                 self._free_s = head.end_s = end_s
                 head.is_done = True
+                if self._last is head:
+                    self._last = None
                 if head.then is not None:
                     head.then()
             return self._free_s

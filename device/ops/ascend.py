@@ -1,8 +1,7 @@
 """Transformer operators on Ascend NPUs, through torch_npu's fused kernels.
 
-One attention kernel serves chunks and decodes (paged) and the vision tower (unpaged):
-npu_fused_infer_attention_score, or its v2, which differs in keywords only. tests/ascend checks every call against
-the constraints in torch_npu's documentation, without an NPU.
+One attention kernel, npu_fused_infer_attention_score_v2, serves chunks and decodes (paged) and the vision tower
+(unpaged). tests/ascend checks every call against the constraints in torch_npu's documentation, without an NPU.
 """
 
 from __future__ import annotations
@@ -16,57 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from device.base import AttentionOps, AttentionPlan, AttnMeta, DeviceUnavailable
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FusedAttention:
-    """One version of the attention operator: its name and its spelling of the keywords that differ."""
-
-    operator: str
-    num_heads: str
-    scale: str
-    query_lens: str
-    context_lens: str
-
-    @property
-    def spellings(self) -> frozenset[str]:
-        return frozenset((self.num_heads, self.scale, self.query_lens, self.context_lens))
-
-
-V1 = FusedAttention(
-    operator="npu_fused_infer_attention_score",
-    num_heads="num_heads",
-    scale="scale",
-    query_lens="actual_seq_lengths",
-    context_lens="actual_seq_lengths_kv",
-)
-V2 = FusedAttention(
-    operator="npu_fused_infer_attention_score_v2",
-    num_heads="num_query_heads",
-    scale="softmax_scale",
-    query_lens="actual_seq_qlen",
-    context_lens="actual_seq_kvlen",
-)
-
-
-def choose_attention(operators: Any = None) -> FusedAttention:
-    """Return the newest version in the installed torch_npu; only v2 documents grouped heads for TND.
-
-    Args:
-        operators: ``torch.ops.npu`` unless given.
-
-    Raises DeviceUnavailable if both are missing.
-    """
-    operators = torch.ops.npu if operators is None else operators
-    for version in (V2, V1):
-        operator = getattr(operators, version.operator, None)
-        if operator is not None:
-            arguments = {argument.name for argument in operator.default._schema.arguments}
-            if version.spellings <= arguments:
-                return version
-    raise DeviceUnavailable(f"torch_npu registers neither npu::{V2.operator} nor npu::{V1.operator}: upgrade it")
-
+from device.base import AttentionOps, AttentionPlan, AttnMeta
 
 Layout = Literal["TND", "BSND"]
 
@@ -109,21 +58,17 @@ class AscendOps(AttentionOps):
     fallback: one call for the decodes, one for each chunk. Head dimensions that TND rejects use BSND.
 
     A captured decode step needs nothing more: torch_npu records the attention calls during capture
-    (:class:`device.ascend.NPUGraphRunner`), and the decode call takes its lengths as ``attention.context_lens``.
+    (:class:`device.ascend.NPUGraphRunner`), and replays the decode call with other ``actual_seq_kvlen``.
     """
 
-    def __init__(self, *, layout: Layout = "TND", attention: FusedAttention | None = None) -> None:
-        """``attention``: by default the result of :func:`choose_attention`."""
+    def __init__(self, *, layout: Layout = "TND") -> None:
         self.layout: Layout = layout
-        self.attention = attention or choose_attention()
-        self.name = f"{self.attention.operator}, {layout}"
+        self.name = f"npu_fused_infer_attention_score_v2, {layout}"
         self._masks: dict[torch.device, Tensor] = {}
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> AscendPlan:
-        """Return a plan of host lists and the mask. Raises ValueError for an unsupported block size or dtype."""
+        """Return a plan of host lists and the mask. Raises ValueError for an unsupported block size."""
         _check_block_size(meta.block_size, has_chunks=bool(meta.prefill_query_lens))
-        if dtype == torch.float32 and meta.slot_mapping.device.type == "npu":
-            raise ValueError("attention in float32: an NPU supports bfloat16, and float16 with BSND")
         return AscendPlan(meta=meta, calls={})
 
     def _layout_for(self, kv_layer: Tensor) -> Layout:
@@ -240,21 +185,18 @@ class AscendOps(AttentionOps):
         scale: float,
         **pages: Any,
     ) -> Tensor:
-        """``pages``: block_table, block_size and atten_mask, the same in both versions."""
-        version = self.attention
-        output: Tensor = getattr(torch.ops.npu, version.operator)(
+        """``pages``: block_table, block_size and atten_mask."""
+        output: Tensor = torch.ops.npu.npu_fused_infer_attention_score_v2(
             query.contiguous(),
             key,
             value,
             input_layout=layout,
+            num_query_heads=query.shape[-2],
             num_key_value_heads=num_kv_heads,
+            softmax_scale=scale,
+            actual_seq_qlen=query_lens,
+            actual_seq_kvlen=context_lens,
             sparse_mode=_UNMASKED if pages.get("atten_mask") is None else _CAUSAL,
-            **{
-                version.num_heads: query.shape[-2],
-                version.scale: scale,
-                version.query_lens: query_lens,
-                version.context_lens: context_lens,
-            },
             **pages,
         )[0]
         return output

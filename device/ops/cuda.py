@@ -6,7 +6,7 @@ If Triton is installed, ``device.ops.triton_ops`` adds the paged decode kernel a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from device.base import AttentionPlan, AttnMeta
 from device.ops.plain import PlainOps
-from device.ops.varlen import MAX_HEAD_DIM, Varlen, flashable
+from device.ops.varlen import MAX_HEAD_DIM, flashable
 
 DENSE_TOKENS = 2048
 """Length from which whole prompts use SDPA: cuDNN halves the varlen kernel's time at 8192 tokens on an H100."""
@@ -64,19 +64,19 @@ class CudaOps(PlainOps):
     """AttentionOps without Triton.
 
     Args:
-        varlen: flash attention; None uses SDPA, as float32 always does.
+        varlen: flash attention (:func:`device.ops.varlen.varlen`); None uses SDPA, as float32 always does.
         has_fast_cudnn: cuDNN is faster than ``varlen``, as on Hopper.
     """
 
     name = "varlen flash prefill, plain torch decode (Triton is not installed)"
 
-    def __init__(self, varlen: Varlen | None, *, has_fast_cudnn: bool = False) -> None:
+    def __init__(self, varlen: Callable[..., Tensor] | None, *, has_fast_cudnn: bool = False) -> None:
         self._varlen = varlen
         self._has_fast_cudnn = has_fast_cudnn and varlen is not None
         self._has_plans = False  # for prompts
         self._operations: Counter[tuple[int, ...]] = Counter()  # of a tower's calls, by shape
         if varlen is None:
-            self.name = "plain torch (this torch or GPU has no varlen flash attention)"
+            self.name = "plain torch (this GPU has no varlen flash attention)"
 
     def build_plans(
         self,

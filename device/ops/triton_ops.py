@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from device.base import AttentionPlan, AttnMeta
 from device.ops import triton_decode, triton_layers, triton_sample
 from device.ops.cuda import CudaOps, CudaPlan
-from device.ops.varlen import Varlen
 
 
 class TritonOps(CudaOps):
@@ -28,7 +29,7 @@ class TritonOps(CudaOps):
     )
     draw = staticmethod(triton_sample.draw)
 
-    def __init__(self, cores: int, varlen: Varlen | None, *, has_fast_cudnn: bool = False) -> None:
+    def __init__(self, cores: int, varlen: Callable[..., Tensor] | None, *, has_fast_cudnn: bool = False) -> None:
         super().__init__(varlen, has_fast_cudnn=has_fast_cudnn)
         self._cores = cores
         self.name = f"Triton decode, {'plain torch' if varlen is None else 'varlen flash'} prefill"

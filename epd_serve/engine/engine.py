@@ -227,6 +227,7 @@ class Engine:
         """Stop all sequences of a request and free their blocks as soon as they are unused. Idempotent."""
         with self.changed:
             for sequence in self.queues.remove(request_id):
+                sequence.is_cancelled = True
                 self._leave(sequence)
             for sequence in [s for s in self.transfers if s.request_id == request_id]:
                 if sequence.state is SequenceState.TRANSFERRING:

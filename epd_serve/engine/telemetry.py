@@ -152,7 +152,7 @@ class StageRates:
             self._fits[stage].observe(units, seconds)
             self._measured_s[stage] = self._clock()
         for sequence in output.decodes:
-            if sequence.state is SequenceState.FINISHED:
+            if sequence.state is SequenceState.FINISHED and not sequence.is_cancelled:
                 self.mean_output_tokens = _move_towards(self.mean_output_tokens, len(sequence.output_ids))
 
     def prompted(self, num_characters: int, num_tokens: int) -> None:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from device import mps
-from device.ascend_limits import InstanceUse, check_colocation, hccl_environment
+from device.ascend_limits import hccl_environment
 from device.present import EMULATED_MEMORY, num_cores, visibility
-from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, decode_graph_sizes
-from epd_serve.config.model_files import read_model_config
+from epd_serve.config import DeploymentConfig, InstanceSettings
 from epd_serve.config.options import OF_PROCESS
 from epd_serve.config.sections import SharedConfig
 from epd_serve.config.shares import DeviceShare
@@ -71,15 +70,13 @@ def prepare_native(
     """Return the native instances of ``placement``, those of one machine, in its order.
 
     ``directory``: for files that instances on one device share; None: they share none. ``master``: address of the
-    deployment's mooncake_master. Raises ValueError for a missing model, or for an NPU with too few streams or
-    graph tasks.
+    deployment's mooncake_master. Raises ValueError for a missing model.
     """
     num_ranks = sum(instance.tensor_parallel for instance in placement)
     shares, memory = config.device_shares(placement), config.memory_shares(placement)
     common = config.model_dump_json(include={"model", *SharedConfig.model_fields})
     by_name = {one.name: one for one in placement}
     prepared = []
-    uses: dict[str, dict[str, InstanceUse]] = {}
     for instance, port in zip(placement, ports, strict=True):
         share, settings = shares.get(instance.name), config.settings_for(str(instance.role))
         variables, local_devices = visibility(instance.devices, environment)
@@ -107,8 +104,6 @@ def prepare_native(
             variables[EMULATED_MEMORY] = str(directory)
         if share and instance.devices[0].startswith("cuda:"):
             variables |= mps.share_variables(share.share)
-        for npu in (device for device in instance.devices if device.startswith("npu:")):
-            uses.setdefault(npu, {})[instance.name] = _npu_use(options)
         spec = ProcessSpec(
             name=instance.name,
             label=f"{instance.role} on {', '.join(dict.fromkeys(instance.devices))}",
@@ -135,8 +130,6 @@ def prepare_native(
             devices=instance.devices,
         )
         prepared.append(PreparedInstance(placement=instance, port=port, spec=spec, part=part))
-    for on_device in uses.values():
-        check_colocation(on_device)
     return prepared
 
 
@@ -178,17 +171,3 @@ def threads_of(
 def hccl_variables(placement: InstancePlacement) -> dict[str, str]:
     """Return the variables of an instance on NPUs; none on other devices."""
     return hccl_environment(placement.index) if placement.devices[0].startswith("npu:") else {}
-
-
-def _npu_use(options: InstanceOptions) -> InstanceUse:
-    """Return the streams and graph tasks of an instance on an NPU."""
-    if not options.role.has_language_model:
-        return InstanceUse(num_streams=1)
-    assert isinstance(options.model, Path)
-    config = read_model_config(options.model)
-    text = config.get("text_config", config)
-    return InstanceUse(
-        num_streams=2,  # the default one, and one for graph updates
-        num_graphs=len(decode_graph_sizes(options.sizes.max_num_seqs)) if options.role.decodes else 0,
-        num_layers=text["num_hidden_layers"],
-    )

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -259,10 +260,9 @@ def serve(control: socket.socket) -> None:
                 with suppress(ImportError):  # the worker reports it
                     for name in libraries.decode().split():
                         importlib.import_module(name)
-                connection = socket.socket(fileno=given[0])
-                pid = _fork(connection, given[1])
-                os.close(given[1])
-                watch = os.pidfd_open(pid)
+                if (started := _start(given)) is None:
+                    continue
+                pid, watch, connection = started
                 workers[watch], pids[connection.fileno()] = (pid, connection), pid
                 poll.register(watch, select.POLLIN)
                 poll.register(connection, 0)  # only to notice that the other end closes
@@ -279,14 +279,36 @@ def serve(control: socket.socket) -> None:
                 os.kill(pids.pop(descriptor), signal.SIGKILL)
 
 
-def _fork(connection: socket.socket, area: int) -> int:
+def _start(given: list[int]) -> tuple[int, int, socket.socket] | None:
+    """Fork a worker that has these descriptors; return its pid, its pidfd, and the socket.
+
+    Without memory or descriptors for it, close the given ones, which tells the client, and return None.
+    """
+    pid = 0
+    try:
+        connection, area = given  # fewer have arrived if this process may open no more
+        pid = _fork(connection, area)
+        os.close(given.pop())
+        return pid, os.pidfd_open(pid), socket.socket(fileno=connection)
+    except (OSError, ValueError) as error:
+        print(f"cannot start a process to decode media: {error}", file=sys.stderr)
+        for descriptor in given:
+            os.close(descriptor)
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        return None
+
+
+def _fork(descriptor: int, area: int) -> int:
     parent = os.getpid()
     gc.freeze()
     if pid := os.fork():
         return pid
     try:
         die_with_parent(parent)
-        kept = sorted((connection.fileno(), area))
+        connection = socket.socket(fileno=descriptor)
+        kept = sorted((descriptor, area))
         os.closerange(3, kept[0])
         os.closerange(kept[0] + 1, kept[1])
         os.closerange(kept[1] + 1, 1 << 20)
@@ -304,6 +326,10 @@ def _fork(connection: socket.socket, area: int) -> int:
                 answer = Refused(error.message, error.code)
             except MemoryError:
                 answer = Refused("it needs far more memory than its size justifies", "too_complex")
+            except Exception as error:  # noqa: BLE001 - another instance would fail too
+                _limit_memory(None)
+                traceback.print_exc()
+                answer = Refused(f"it cannot be processed: {type(error).__name__}", None)
             signal.setitimer(signal.ITIMER_PROF, 0)
             _limit_memory(None)
             _tell(connection, answer)

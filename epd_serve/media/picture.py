@@ -50,6 +50,7 @@ _DECODE_ERRORS = (
     LookupError,
     EOFError,
     OverflowError,
+    RuntimeError,  # damaged AVIF
     struct.error,
     zlib.error,
 )

@@ -23,15 +23,13 @@ class AudioProcessor:
 
     Attributes:
         extractor: transformers' extractor. kind: its class name.
-        padded_positions: True if the tower also computes padding.
         mask: name of the mask among the tower's inputs.
         padding: padding arguments of the extractor.
     """
 
     extractor: Any
-    padded_positions: bool
-    kind: str = "WhisperFeatureExtractor"
-    mask: str = "feature_attention_mask"
+    kind: ClassVar[str] = "WhisperFeatureExtractor"
+    mask: ClassVar[str] = "feature_attention_mask"
     padding: ClassVar[dict[str, Any]] = {"padding": "max_length"}
 
     @property
@@ -47,9 +45,6 @@ class AudioProcessor:
         """Raise ValueError if the extractor does not fit the tower."""
         self.check_kind()
         require("feature_size of preprocessor_config.json", self.extractor.feature_size, tower.num_mel_bins)
-        if self.padded_positions:
-            frames = "the frames by chunk_length, sampling_rate and hop_length of preprocessor_config.json"
-            require(frames, self.extractor.nb_max_frames, 2 * tower.max_source_positions)
 
     def check_kind(self) -> None:
         """Raise ValueError for an extractor of another class, or one that adds noise."""
@@ -83,8 +78,7 @@ class AudioProcessor:
 
     def num_pixels(self, item: MediaRef) -> int:
         """Return the tower's work, in pixels of images. Raises like :meth:`num_tokens`."""
-        frames = self.extractor.nb_max_frames if self.padded_positions else self.num_frames(item)
-        return self._num_positions(frames) * PIXELS_PER_POSITION
+        return self._num_positions(self.num_frames(item)) * PIXELS_PER_POSITION
 
     def inputs(self, samples: NDArray[np.float32]) -> TowerInputs:
         """Convert mono samples at :attr:`rate` to a spectrum [1, bins, frames] and a mask [1, frames]."""
@@ -99,6 +93,20 @@ class AudioProcessor:
 
     def _num_rows(self, num_frames: int) -> int:
         return self._num_positions(num_frames) // 2
+
+
+class PaddedAudio(AudioProcessor):
+    """Audio whose padding the tower computes as well."""
+
+    __slots__ = ()
+
+    def check(self, tower: Any) -> None:
+        AudioProcessor.check(self, tower)
+        frames = "the frames by chunk_length, sampling_rate and hop_length of preprocessor_config.json"
+        require(frames, self.extractor.nb_max_frames, 2 * tower.max_source_positions)
+
+    def num_pixels(self, item: MediaRef) -> int:
+        return self._num_positions(self.extractor.nb_max_frames) * PIXELS_PER_POSITION
 
 
 class UnpaddedAudio(AudioProcessor):
@@ -117,10 +125,7 @@ class UnpaddedAudio(AudioProcessor):
             require(f"n_window of {where}", getattr(owner, "n_window", _HALF_BLOCK), _HALF_BLOCK)
 
     def num_frames(self, item: MediaRef) -> int:
-        count = item.audio.count_at(self.rate)
-        if self.kind == "Qwen3ASRFeatureExtractor":  # which pads shorter sounds
-            count = max(count, self.extractor.min_length)
-        return int(count // self.extractor.hop_length)
+        return int(item.audio.count_at(self.rate) // self.extractor.hop_length)
 
     def num_pixels(self, item: MediaRef) -> int:
         return self.num_tokens(item) * PIXELS_PER_POSITION
@@ -132,10 +137,22 @@ class UnpaddedAudio(AudioProcessor):
         return 13 * blocks + rest
 
 
+class SpeechAudio(UnpaddedAudio):
+    """Unpadded audio of any length, but padded to a least length."""
+
+    __slots__ = ()
+    kind = "Qwen3ASRFeatureExtractor"
+    mask = "input_features_mask"
+
+    def num_frames(self, item: MediaRef) -> int:
+        return int(max(item.audio.count_at(self.rate), self.extractor.min_length) // self.extractor.hop_length)
+
+
 class ConformerAudio(UnpaddedAudio):
     """Unpadded audio of up to 30 seconds; two convolutions keep every fourth frame."""
 
     __slots__ = ()
+    kind = "Gemma4AudioFeatureExtractor"
 
     @property
     def max_seconds(self) -> float:
@@ -165,7 +182,7 @@ class WaveAudio(ConformerAudio):
     """Unpadded audio of any length; a fixed number of samples becomes a row."""
 
     __slots__ = ()
-
+    kind = "Gemma4UnifiedAudioFeatureExtractor"
     max_seconds = math.inf
 
     def check(self, tower: Any) -> None:

@@ -95,6 +95,7 @@ class Family:
         both_ways_tokens: maximum tokens of a run with bidirectional attention; 0: causal attention only.
         both_ways_in_windows: True if attention is bidirectional only in sliding-window layers, within the window.
         as_padding: configuration fields of tokens to embed as padding in an answer.
+        audio_processor: class of its audio's layout; unset without audio.
         video: sampling and layout of videos; None if unsupported.
         audio: layout of audio; None if unsupported.
     """
@@ -115,6 +116,7 @@ class Family:
     tokens: ClassVar[tuple[str, ...]] = ()
     both_ways_in_windows: ClassVar[bool] = False
     as_padding: ClassVar[tuple[str, ...]] = ()
+    audio_processor: ClassVar[type[AudioProcessor]]
 
     video: VideoProcessor | None = None
     both_ways_tokens: int = 0
@@ -137,11 +139,6 @@ class Family:
         from epd_serve.models import video_processor
 
         return video_processor.VideoProcessor(processor)
-
-    @staticmethod
-    def read_audio(extractor: Any, config: Any) -> AudioProcessor:
-        """Return the audio processor of a checkpoint. Raises ValueError for an unsupported extractor."""
-        raise NotImplementedError
 
     @staticmethod
     def features(model: Any, inputs: TowerInputs) -> Any:

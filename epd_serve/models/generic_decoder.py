@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakMethod, finalize
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +74,15 @@ class GenericDecoder:
         self._embeds_by_layer = bool(getattr(config, "hidden_size_per_layer_input", 0))
         self._step: _Step
         name = f"epd_paged_{id(self):x}"  # transformers passes None as mask to unknown implementations
-        ALL_ATTENTION_FUNCTIONS.register(name, self._attend)
+        attend = WeakMethod(self._attend)  # the registry must not keep the weights of a past role
+
+        def call(*arguments: Any, **named: Any) -> tuple[Tensor, None]:
+            method = attend()
+            assert method is not None, "the decoder runs its model"
+            return method(*arguments, **named)
+
+        ALL_ATTENTION_FUNCTIONS[name] = call
+        finalize(self, ALL_ATTENTION_FUNCTIONS.pop, name).atexit = False
         attend_by(model, name)
 
     def state_blocks(self, block_size: int) -> int:

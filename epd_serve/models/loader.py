@@ -64,7 +64,7 @@ def load_family(path: Path) -> Family:
             family.token_ids["video"] = config.video_token_id
         if "audio" in kind.modalities and config.audio_config is not None:
             extractor = AutoFeatureExtractor.from_pretrained(path, local_files_only=True)
-            family.audio = family.read_audio(extractor, config)
+            family.audio = family.audio_processor(extractor)
             family.token_ids["audio"] = config.audio_token_id
         file, fields = path / "processor_config.json", family.processor_fields
         content = json.loads(file.read_text(encoding="utf-8")) if fields and file.exists() else {}

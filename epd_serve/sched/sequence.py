@@ -59,6 +59,7 @@ class Sequence:
         saved: KV of a preempted sequence, opaque here.
         wanted_logprobs: indices of known tokens to compute log-probabilities of; never the first token.
         logprobs: computed log-probabilities, opaque here.
+        is_cancelled: whether its request was given up before the sequence ended.
     """
 
     request_id: str
@@ -86,6 +87,7 @@ class Sequence:
     saved: Any = None
     wanted_logprobs: range = range(0)
     logprobs: dict[int, Any] = field(default_factory=dict)
+    is_cancelled: bool = False
     state: SequenceState = SequenceState.WAITING
     stop_token_ids: frozenset[int] | None = None  # a cache
 

@@ -242,7 +242,7 @@ class SimInstance:
         self.num_expected -= 1
         self.is_changed = True
         self.queues.forget_reservation(blocks)
-        sequence.blocks, sequence.forks = blocks.root, blocks.forks
+        sequence.blocks, sequence.forks, sequence.states = blocks.root, blocks.forks, blocks.states
         sequence.num_computed = sequence.num_tokens
         sequence.move_to(SequenceState.RUNNING)
         self.queues.tables.register(sequence)

@@ -19,7 +19,7 @@ require_torch_npu()
 from device import base  # noqa: E402
 from device.ascend import AscendDevice  # noqa: E402
 from device.base import DeviceLost  # noqa: E402
-from device.copies import Readback, to_device  # noqa: E402
+from device.copies import Readback, pin, to_device  # noqa: E402
 from device.registry import get_device  # noqa: E402
 
 NO_CONTEXT, LOST = 107002, 507000
@@ -65,7 +65,7 @@ def test_the_device_is_the_runtimes(npu: AscendDevice) -> None:
 def test_a_stream_that_waits_for_an_event_sees_the_numbers(npu: AscendDevice) -> None:
     copying, reading = npu.stream(), npu.stream(priority=1)
     there, copy = on(npu, 0, 0), on(npu, 0, 0)
-    pinned = npu.pin_memory(torch.tensor([3.0, 4.0]))
+    pinned = pin(torch.tensor([3.0, 4.0]), npu.torch_device)
     npu.synchronize()
     with held(copying):
         with copying:
@@ -92,7 +92,7 @@ def test_pinned_memory_that_is_still_read_goes_to_nobody_else(npu: AscendDevice)
     npu.synchronize()
     with held(npu.current_stream()):
         there = to_device(torch.full((64,), 5.0), npu.torch_device)
-        others = [npu.pin_memory(torch.full((64,), 7.0)) for _ in range(4)]
+        others = [pin(torch.full((64,), 7.0), npu.torch_device) for _ in range(4)]
     npu.synchronize()
     assert there.cpu().unique().tolist() == [5] and all(other.is_pinned() for other in others)
 

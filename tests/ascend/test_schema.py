@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +18,9 @@ require_torch_npu()
 import torch  # noqa: E402
 import torch_npu  # noqa: E402
 
-from device.base import DeviceUnavailable  # noqa: E402
-from device.ops.ascend import V1, V2, choose_attention  # noqa: E402
-
 LOCK = Path(__file__).parent / "schema_lock.json"
 CALLED = (
     "npu_add_rms_norm",
-    "npu_fused_infer_attention_score",
     "npu_fused_infer_attention_score_v2",
     "npu_rms_norm",
     "npu_rotary_mul",
@@ -77,23 +72,11 @@ def test_the_wheel_has_shapes_for_it(name: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"npu::{name}", "Meta")
 
 
-def test_the_older_attention_serves_where_there_is_no_other() -> None:
-    older = SimpleNamespace(npu_fused_infer_attention_score=torch.ops.npu.npu_fused_infer_attention_score)
-    assert choose_attention(older) is V1
-
-
-def test_an_attention_with_other_keywords_is_not_chosen() -> None:
-    renamed = SimpleNamespace(npu_fused_infer_attention_score_v2=torch.ops.npu.npu_fused_infer_attention_score)
-    with pytest.raises(DeviceUnavailable, match="upgrade"):
-        choose_attention(renamed)
-
-
-@pytest.mark.parametrize("version", [V1, V2])
-def test_graph_capture_knows_the_attention(version: Any) -> None:
+def test_graph_capture_knows_the_attention() -> None:
     """torch_npu updates only the operators that it has a handler for, by their dispatched name."""
     from torch_npu.npu._npugraph_handlers.npugraph_handler import _NPU_GRAPH_OP_HANDLERS
 
-    assert f"{version.operator}.default" in _NPU_GRAPH_OP_HANDLERS
+    assert "npu_fused_infer_attention_score_v2.default" in _NPU_GRAPH_OP_HANDLERS
 
 
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {

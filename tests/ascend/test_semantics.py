@@ -23,21 +23,12 @@ require_torch_npu()
 import ascend_kernels  # noqa: E402
 import torch  # noqa: E402
 
-from device.ops.ascend import (  # noqa: E402
-    V1,
-    V2,
-    AscendOps,
-)
+from device.ops.ascend import AscendOps  # noqa: E402
 
 ascend_kernels.register()
 
 CPU = torch.device("cpu")
-BACKENDS = {
-    "v2 TND": AscendOps(attention=V2),
-    "v2 BSND": AscendOps(attention=V2, layout="BSND"),
-    "v1 TND": AscendOps(attention=V1),
-    "v1 BSND": AscendOps(attention=V1, layout="BSND"),
-}
+BACKENDS = {"TND": AscendOps(), "BSND": AscendOps(layout="BSND")}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The reference goes token by token: contexts stay short, but pass the border of a block.
 CHUNKS = batches(block_sizes=[128], head_dims=[8, 128], groups=[1, 2, 7], kv_heads=[1, 2], max_context=140)
@@ -62,18 +53,17 @@ def test_decode_steps(name: str, batch: Batch) -> None:
 @settings(max_examples=25, deadline=None)
 @given(batch=CHUNKS)
 def test_half_types(dtype: torch.dtype, batch: Batch) -> None:
-    check_step(BACKENDS["v2 TND"], batch, dtype, CPU, TOLERANCES[dtype])
+    check_step(BACKENDS["TND"], batch, dtype, CPU, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("name", ["v1 TND", "v2 TND"])
 @settings(max_examples=25, deadline=None)
 @given(case=segments(head_dims=[64, 72, 80, 96, 128, 160]))
-def test_vision_attention(name: str, case: Segments) -> None:
-    check_segments(BACKENDS[name], case, torch.float32, CPU, TOLERANCES[torch.float32])
+def test_vision_attention(case: Segments) -> None:
+    check_segments(BACKENDS["TND"], case, torch.float32, CPU, TOLERANCES[torch.float32])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=25, deadline=None)
 @given(case=layers())
 def test_layer_operators(dtype: torch.dtype, case: Layers) -> None:
-    check_layers(BACKENDS["v2 TND"], case, dtype, CPU, TOLERANCES[dtype])
+    check_layers(BACKENDS["TND"], case, dtype, CPU, TOLERANCES[dtype])

@@ -21,7 +21,7 @@ from device.ascend import NPUGraphRunner  # noqa: E402
 from device.base import EagerRunner, GraphRunner  # noqa: E402
 from device.check import check_device, random_step  # noqa: E402
 from device.cpu import CpuDevice  # noqa: E402
-from device.ops.ascend import V1, V2, AscendOps, FusedAttention, Layout  # noqa: E402
+from device.ops.ascend import AscendOps, Layout  # noqa: E402
 from epd_serve.sched.schedule import Budget  # noqa: E402
 
 ascend_kernels.register()
@@ -36,13 +36,10 @@ class HostNPU(CpuDevice):
 
     dtypes = (torch.float32,)  # type: ignore[assignment]
 
-    def __init__(self, layout: Layout, *, captures: bool = True, version: FusedAttention = V2) -> None:
+    def __init__(self, layout: Layout, *, captures: bool = True) -> None:
         super().__init__()
-        ops = AscendOps(layout=layout, attention=version)
-        self.ops = ops
-        self.runner: GraphRunner = (
-            NPUGraphRunner(torch.device("npu:0"), ops.attention.context_lens) if captures else EagerRunner()
-        )
+        self.ops = AscendOps(layout=layout)
+        self.runner: GraphRunner = NPUGraphRunner(torch.device("npu:0")) if captures else EagerRunner()
 
     def graph_runner(self) -> GraphRunner:
         return self.runner
@@ -76,15 +73,12 @@ def test_the_tokens_are_those_of_generate(
         assert any(entry.replayed for entry in device.runner._captured.values())
 
 
-@pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
 @pytest.mark.parametrize("layout", ["TND", "BSND"])
-def test_captured_steps_have_their_lengths(
-    version: FusedAttention, layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_steps_have_their_lengths(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device's self-test: torch_npu's bookkeeping gives each replay its own."""
     ascend_host.emulate_graphs(monkeypatch)
     monkeypatch.setattr(HostNPU, "type", "npu")
-    device = HostNPU(layout, version=version)
+    device = HostNPU(layout)
     assert [result for result in check_device(device) if not result.passed] == []
     with pytest.raises(AssertionError, match="update binds the lengths"):
         device.runner.replay(2)  # on the device it would wait for an event that nobody records

@@ -16,8 +16,9 @@ from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from device.base import AttnMeta  # noqa: E402
-from device.ops.ascend import V1, V2, AscendOps, FusedAttention, Layout  # noqa: E402
+from device.ops.ascend import AscendOps, Layout  # noqa: E402
 
+ATTENTION = "npu_fused_infer_attention_score_v2"
 BLOCK_SIZE, NUM_BLOCKS, HEADS, KV_HEADS, HEAD_DIM = 128, 64, 32, 8, 128
 
 
@@ -78,20 +79,19 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
 @pytest.mark.parametrize("layout", ["TND", "BSND"])
 @pytest.mark.parametrize("step", STEPS)
-def test_a_step_passes(step: str, layout: Layout, version: FusedAttention) -> None:
+def test_a_step_passes(step: str, layout: Layout) -> None:
     decodes, chunks = STEPS[step]
-    calls = attend(AscendOps(layout=layout, attention=version), meta_of(decodes, chunks))
+    calls = attend(AscendOps(layout=layout), meta_of(decodes, chunks))
     chunk_calls = min(len(chunks), 1) if layout == "TND" else len(chunks)
-    assert calls == ["npu_scatter_pa_kv_cache", *[version.operator] * (chunk_calls + bool(decodes))]
+    assert calls == ["npu_scatter_pa_kv_cache", *[ATTENTION] * (chunk_calls + bool(decodes))]
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_heads_that_tnd_does_not_take_go_by_bsnd(head_dim: int) -> None:
     calls = attend(AscendOps(), meta_of([40], [(30, 50), (7, 7)]), heads=8, head_dim=head_dim)
-    assert calls == ["npu_scatter_pa_kv_cache", *[V2.operator] * 3], "a call for the decode and one for each chunk"
+    assert calls == ["npu_scatter_pa_kv_cache", *[ATTENTION] * 3], "a call for the decode and one for each chunk"
 
 
 @pytest.mark.parametrize("head_dim", [72, 1024])
@@ -115,7 +115,7 @@ def test_vision_heads_are_padded(head_dim: int) -> None:
     with NpuRecorder() as recorder:
         output = AscendOps().encode(*states, [0, 400, 900], head_dim**-0.5)
     assert output.shape == states[0].shape and output.is_contiguous()
-    assert recorder.calls == [V2.operator]
+    assert recorder.calls == [ATTENTION]
 
 
 def test_layer_operators_pass() -> None:

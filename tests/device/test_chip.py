@@ -8,6 +8,7 @@ import pytest
 import torch
 from chip.accelerator import ChipDevice
 
+from device import copies
 from device.registry import get_device
 
 LAUNCH_S = 0.05
@@ -50,7 +51,7 @@ def test_a_stream_that_waits_for_no_event_goes_on_without_the_numbers(device: Ch
 def test_the_device_reads_pinned_memory_when_it_comes_to_it_and_ordinary_memory_at_once(
     device: ChipDevice,
 ) -> None:
-    pinned, ordinary = device.pin_memory(torch.zeros(2)), torch.zeros(2)
+    pinned, ordinary = copies.pin(torch.zeros(2), device.torch_device), torch.zeros(2)
     from_pinned = pinned.to(device.torch_device, non_blocking=True)
     from_ordinary = ordinary.to(device.torch_device, non_blocking=True)
     pinned.fill_(7)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,7 +15,6 @@ from torch import Tensor
 from device import cuda, mps
 from device.base import DeviceUnavailable
 from device.cuda import CudaDevice, make_ops
-from device.ops.varlen import adapt_varlen
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: no GPU on this machine")
 ILLEGAL = """
@@ -79,28 +77,6 @@ def test_a_gpu_does_not_open_where_triton_cannot_compile(
 def test_a_device_whose_context_is_broken_is_lost() -> None:
     done = subprocess.run([sys.executable, "-c", ILLEGAL], capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("cuda:0 is lost"), done.stderr[-2000:]
-
-
-def test_varlen_is_adapted_to_each_torch() -> None:
-    calls: list[dict[str, Any]] = []
-
-    def torch_2_11(*states: Any, scale: Any = None, window_size: Any) -> None:
-        calls.append({"window_size": window_size, "scale": scale, "max": states[5:]})
-
-    def torch_2_13(*states: Any, scale: Any = None, window_size: Any, enable_gqa: bool = False) -> None:
-        calls.append({"window_size": window_size, "enable_gqa": enable_gqa})
-
-    assert adapt_varlen(lambda q, k, v, cu_q, cu_k, max_q, max_k, is_causal: None) is None
-    nothing = torch.zeros(1)
-    for function, causal in ((torch_2_11, True), (torch_2_13, True), (torch_2_13, False)):
-        varlen = adapt_varlen(function)
-        assert varlen is not None
-        varlen(nothing, nothing, nothing, nothing, nothing, 3, 5, scale=0.5, causal=causal)
-    assert calls == [
-        {"window_size": (-1, 0), "scale": 0.5, "max": (3, 5)},
-        {"window_size": (-1, 0), "enable_gqa": True},
-        {"window_size": (-1, -1), "enable_gqa": True},
-    ]
 
 
 def test_a_share_that_nothing_can_give_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from device import npu_smi
-from device.npu_smi import Chip, parse
+from device.npu_smi import parse
 
 # github.com/vllm-project/vllm-ascend/issues/1130
 A2 = """
@@ -54,28 +54,18 @@ OF_310P = """
 """
 
 
-def chip(name: str, used: int, total: int) -> Chip:
-    return Chip(name=name, health="OK", utilisation=0.0, memory_used_bytes=used << 20, memory_bytes=total << 20)
-
-
 @pytest.mark.parametrize(
     ("text", "chips"),
     [
-        (A2, [chip("910B3", 3379, 65536), chip("910B3", 3385, 65536)]),
-        (A3, [chip("Ascend910", 3397, 65536), chip("Ascend910", 3186, 65536)]),
-        (OF_310P, [chip("310P3", 1397, 44280), chip("310P3", 1520, 43693)]),
+        (A2, [("910B3", "OK")] * 2),
+        (A3, [("Ascend910", "OK")] * 2),
+        (OF_310P, [("310P3", "OK")] * 2),
+        (A2.replace("0           0    / 0          3379 / 65536", "NA          NA"), [("910B3", "OK")] * 2),
         ("dcmi model initialized failed, because the device is used. ret is -8020\n", []),
     ],
 )
-def test_chips_of_a_table(text: str, chips: list[Chip]) -> None:
+def test_chips_of_a_table(text: str, chips: list[tuple[str, str]]) -> None:
     assert parse(text) == chips
-
-
-def test_what_is_no_number_is_left_out() -> None:
-    one, _ = parse(
-        A2.replace("0           0    / 0          3379 / 65536", "NA          NA                NA           ")
-    )
-    assert (one.utilisation, one.memory_bytes) == (None, None)
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ def test_a_stream_waits_for_an_operation_of_another() -> None:
     device = timeline(clock)
     tower, language = device.stream(), device.stream()
     encode = tower.launch(0.010, demand=PREFILL)
-    language.wait_for(encode)
+    language.wait_event(tower.record_event())
     step = language.launch(0.002, demand=DECODE)
     language.synchronize()
     assert step.begin_s == encode.end_s and step.end_s == pytest.approx(1000.012)

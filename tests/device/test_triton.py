@@ -32,7 +32,7 @@ from device.ops import cuda as cuda_ops  # noqa: E402
 from device.ops import triton_decode  # noqa: E402
 from device.ops.cuda import CudaOps  # noqa: E402
 from device.ops.triton_ops import TritonOps  # noqa: E402
-from device.ops.varlen import find_varlen  # noqa: E402
+from device.ops.varlen import varlen  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 DTYPES = [
@@ -60,7 +60,7 @@ def plain_varlen(
     scale: float,
     causal: bool,
 ) -> Tensor:
-    """The Varlen protocol, one sequence at a time."""
+    """``varlen`` one sequence at a time."""
     assert query.shape[-1] % 8 == 0 and {query_ends.dtype, key_ends.dtype} == {torch.int32}
     outputs: list[Tensor] = []
     for queries, keys in zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True):
@@ -76,7 +76,7 @@ def plain_varlen(
     return torch.cat(outputs)
 
 
-VARLEN = find_varlen() if HAS_GPU else plain_varlen
+VARLEN = varlen if HAS_GPU else plain_varlen
 OPS = [TritonOps(cores=4, varlen=VARLEN), TritonOps(cores=132, varlen=None)]
 
 

@@ -22,6 +22,7 @@ from device.base import EagerRunner
 from device.cpu import CpuDevice
 from epd_serve.engine import pace
 from epd_serve.engine.engine import FailureEvent, TokenEvent
+from epd_serve.engine.telemetry import StageRates
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 
 TINY, LARGE = (7, 3), (2048, 64)
@@ -245,3 +246,18 @@ def test_a_step_that_cannot_be_accounted_for_counts(bench: Bench, monkeypatch: p
     monkeypatch.setattr(bench, "add_step", fail)
     bench.engine.submit(bench.sequence("fine", "Say apple", []))
     assert len(bench.collect(1)["fine", 0]) == 12
+
+
+@ONE
+def test_an_answer_that_was_given_up_is_no_short_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = StageRates(time.monotonic)
+    monkeypatch.setattr(bench, "add_step", rates.stepped)
+    bench.engine.submit(bench.sequence("given up", "Say apple", [], max_tokens=500))
+    for _ in range(3):
+        bench.events.get(timeout=60)
+    bench.engine.abort("given up")
+    bench.check_idle()
+    for name in ("one", "two"):
+        bench.engine.submit(bench.sequence(name, "Say apple", []))
+        bench.collect(1)
+    assert rates.mean_output_tokens == 12

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from device.registry import get_device
 from epd_serve.engine.engine import ALL_FORBIDDEN, NO_TOKEN, SampledToken
-from epd_serve.engine.sampling.sampler import Row, Sampler, largest
+from epd_serve.engine.sampling.sampler import DrawNumbers, Row, Sampler, largest
 from epd_serve.engine.sampling.sampler import draw as draw_sorted
 from epd_serve.sched.sequence import Sequence
 from epd_serve.types import SamplingParams
@@ -177,12 +177,17 @@ def test_no_row_depends_on_its_batch_however_it_is_drawn() -> None:
 
 
 @given(
-    seed=st.integers(0, 2**63 - 1), index=st.integers(0, 9), position=st.integers(0, 9), attempt=st.integers(0, 3)
+    seed=st.integers(-(2**63), 2**63 - 1),
+    index=st.integers(0, 9),
+    position=st.integers(0, 9),
+    attempt=st.integers(0, 3),
 )
 def test_random_numbers_are_those_of_philox(seed: int, index: int, position: int, attempt: int) -> None:
-    generator = np.random.Philox(key=[seed, index], counter=[position, attempt, 0, 0])
+    generator = np.random.Philox(key=np.array([seed % 2**64, index], np.uint64), counter=[position, attempt, 0, 0])
     row = Row(sequence(seed=seed, output=[1] * position), index)
     assert row.uniform(attempt) == float((generator.random_raw() >> 11) * 2.0**-53)
+    counters, _ = DrawNumbers().of([row], torch.device("cpu"))
+    assert counters.tolist() == [[seed, index, position + 1]], "a device draws with the same numbers"
 
 
 @given(seed=st.integers(0, 99), rows=st.integers(1, 3), runs=st.integers(8, 40), count=st.integers(0, 12))

@@ -323,11 +323,14 @@ class Lingering(ThreadPoolExecutor):
         return super().submit(call, *args, **named)
 
 
-@pytest.mark.parametrize("role", ["P", pytest.param("PD", marks=pytest.mark.slow)])
-async def test_a_role_leaves_nothing_on_the_device(role: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "role"),
+    [("qwen2_5_vl", "P"), ("gemma3", "P"), pytest.param("qwen2_5_vl", "PD", marks=pytest.mark.slow)],
+)
+async def test_a_role_leaves_nothing_on_the_device(kind: str, role: str, tmp_path: Path) -> None:
     """Memory comes back when nobody needs it, not when the collector of cycles runs by chance."""
     name = "chip:9"  # other tests of this process have other kinds at lower ones
-    device, model = get_device(name), tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    device, model = get_device(name), tiny_models.make_tiny_model(kind, tmp_path / "model")
 
     def used() -> int:
         total, free = device.memory()

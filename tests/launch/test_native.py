@@ -138,7 +138,7 @@ def test_instances_on_one_accelerator_know_their_part_of_its_memory(text: str, s
 
 @pytest.fixture
 def npu_model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text('{"text_config": {"num_hidden_layers": 36}}')
+    (tmp_path / "config.json").write_text("{}")
     return tmp_path
 
 
@@ -154,11 +154,3 @@ def test_processes_have_hccl_ports_and_devices_of_their_own(npu_model: Path) -> 
     mixed = npu_specs(npu_model, "E-PD", "['cuda:0', 'npu:0']")
     assert ["HCCL_IF_BASE_PORT" in spec.environment for spec in mixed] == [False, True]
     assert [told(spec.command).tokens_per_block for spec in mixed] == [16, 128]
-
-
-def test_graphs_that_an_npu_lacks_streams_for_are_refused(npu_model: Path) -> None:
-    sizes = "max_num_seqs: 1048576"  # 21 graphs of 36 layers each
-    npu_specs(npu_model, "(P-D)", "['npu:0']", sizes)
-    (npu_model / "config.json").write_text('{"num_hidden_layers": 4000}')
-    with pytest.raises(ValueError, match=r"instances need 84000 \(p0 0, d0 84000\): let d0 capture 16"):
-        npu_specs(npu_model, "(P-D)", "['npu:0']", sizes)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import psutil
@@ -167,6 +171,73 @@ async def test_the_pool_is_whole_again_after_its_process_is_killed(patient_pool:
         await slow
     await asyncio.to_thread(server.wait)
     assert (await decode(patient_pool)).size == (120, 90)
+
+
+@pytest.fixture
+def patched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Runs code at the start of the process that forks workers."""
+
+    def patch(code: str) -> None:
+        (tmp_path / "sitecustomize.py").write_text(dedent(code))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    return patch
+
+
+async def test_an_unforeseen_error_refuses_its_picture(
+    patient_pool: DecoderPool, patched: Callable[[str], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    patched("""
+        from PIL import Image
+
+        def crop(*_):
+            raise ArithmeticError("two and two make five")
+
+        Image.Image.crop = crop
+    """)
+    with pytest.raises(InvalidRequest):
+        await decode(patient_pool, saved(noise(3, (500, 400)), "PNG"), (500, 400))
+    assert "two and two make five" in capfd.readouterr().err
+    assert (await decode(patient_pool)).size == (120, 90)
+
+
+async def test_a_worker_that_cannot_be_forked_fails_its_picture_alone(
+    patient_pool: DecoderPool, patched: Callable[[str], None]
+) -> None:
+    patched("""
+        import os
+
+        errors, fork = [OSError("no more processes")], os.fork
+
+        def fork_later():
+            if errors:
+                raise errors.pop()
+            return fork()
+
+        os.fork = fork_later
+    """)
+    with pytest.raises(Unavailable) as failed:
+        await decode(patient_pool)
+    assert failed.value.code == "decoder_lost"
+    assert (await decode(patient_pool)).size == (120, 90)
+
+
+@pytest.mark.parametrize("num_free", [0, 1])
+async def test_a_worker_without_descriptors_fails_its_picture_alone(
+    patient_pool: DecoderPool, num_free: int
+) -> None:
+    slow = asyncio.create_task(decode(patient_pool, endless((1500, 1000), 80), (1500, 1000)))
+    server = psutil.Process(await one_decoder()).parent()
+    assert server is not None
+    limits, open_files = server.rlimit(resource.RLIMIT_NOFILE), Path(f"/proc/{server.pid}/fd")
+    free = next(number for number in count() if not (open_files / str(number)).is_symlink())
+    server.rlimit(resource.RLIMIT_NOFILE, (free + num_free, limits[1]))
+    with pytest.raises(Unavailable) as failed:
+        await decode(patient_pool)
+    assert failed.value.code == "decoder_lost"
+    server.rlimit(resource.RLIMIT_NOFILE, limits)
+    assert (await decode(patient_pool)).size == (120, 90)
+    assert (await slow).size == (1500, 1000)
 
 
 async def test_many_at_once_leave_no_process(patient_pool: DecoderPool) -> None:

@@ -114,6 +114,16 @@ def test_damaged_files_give_a_picture_or_a_refusal(sample, data):
         assert picture.size == size
 
 
+@pytest.mark.skipif("AVIF" not in FORMATS, reason="this Pillow reads no AVIF")
+def test_avif_with_damaged_pixels_is_refused():
+    data = encode(Image.effect_noise((64, 48), 60).convert("RGB"), "AVIF")
+    head = data[: data.index(b"mdat") + 4]
+    damaged = head + b"\xff" * (len(data) - len(head))
+    assert pixel_size(damaged, LIMITS) == (64, 48)
+    with pytest.raises(InvalidRequest):
+        open_image(damaged, LIMITS)
+
+
 @given(st.binary(max_size=50), st.text(max_size=9), st.text(max_size=9))
 def test_the_hash_is_of_full_width_and_tells_its_fields_apart(data, modality, fingerprint):
     name = mm_hash(data, modality, fingerprint)

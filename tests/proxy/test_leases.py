@@ -197,14 +197,16 @@ async def test_an_instance_joins_over_tls_and_a_plain_url_is_refused(start, tmp_
 
 async def test_a_failed_lookup_ends_no_lease(start, monkeypatch):
     monkeypatch.setattr(joining_module, "_RESOLVE_S", 0.05)
-    known, num_lookups = socket.getaddrinfo("127.0.0.1", 80, type=socket.SOCK_STREAM), 0
+    known, num_lookups = socket.getaddrinfo, 0
 
     def look_up(host, *arguments, **options):
         nonlocal num_lookups
+        if host != "gateway.example":
+            return known(host, *arguments, **options)
         num_lookups += 1
         if num_lookups > 1:
             raise socket.gaierror(socket.EAI_AGAIN, "try again")
-        return known
+        return known("127.0.0.1", *arguments, **options)
 
     gateway = await start(admin=admin_plane(key="secret"), cluster_key=KEY, startup_wait_s=0)
     url = gateway.app.state.admin_url.replace("127.0.0.1", "gateway.example")

@@ -211,3 +211,12 @@ def test_each_sequence_needs_room_for_its_recurrent_state(ascend: Profile) -> No
     assert kept.seconds > 1.5 * plain.seconds
     with pytest.raises(NoWay, match="no room for KV"):
         run(recurrent, num_blocks=105)
+
+
+def test_a_recurrent_state_is_freed_where_it_was_handed_to(ascend: Profile) -> None:
+    recurrent = msgspec.structs.replace(ascend, state_bytes=100 * 16 * ascend.kv_token_bytes)
+    devices = ["npu:0", "npu:1"]
+    deployment = build(parse_topology("P-D"), devices, lambda *_: recurrent, block_size=16, num_blocks=401)
+    outcome = simulate(deployment, load(TEXT, 12, 100.0, seed=1))
+    assert not any(job.failure for job in outcome.jobs)
+    check_books(outcome)

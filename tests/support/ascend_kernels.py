@@ -121,23 +121,12 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Ten
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(query.dtype)
 
 
-def _version(heads: str, scale: str, query_lens: str, context_lens: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """One version of the operator, by the names of its arguments."""
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-        own = {
-            "heads": (given.pop(heads, 1), given.pop("num_key_value_heads", 0)),
-            "scale": given.pop(scale, 1.0),
-            "query_lens": given.pop(query_lens, None),
-            "context_lens": given.pop(context_lens, None),
-        }
-        return _attention(query, key, value, **own, **_rest(given))
-
-    return attention
-
-
-def _rest(given: dict[str, Any]) -> dict[str, Any]:
-    rest = {
+def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    own = {
+        "heads": (given.pop("num_query_heads", 1), given.pop("num_key_value_heads", 0)),
+        "scale": given.pop("softmax_scale", 1.0),
+        "query_lens": given.pop("actual_seq_qlen", None),
+        "context_lens": given.pop("actual_seq_kvlen", None),
         "layout": given.pop("input_layout", "BSH"),
         "sparse_mode": given.pop("sparse_mode", 0),
         "mask": given.pop("atten_mask", None),
@@ -145,7 +134,7 @@ def _rest(given: dict[str, Any]) -> dict[str, Any]:
         "block_size": given.pop("block_size", 0),
     }
     assert not given, f"arguments that are not modelled: {sorted(given)}"
-    return rest
+    return _attention(query, key, value, **own)
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
@@ -154,10 +143,5 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "npu_rotary_mul": rotary_mul,
     "npu_swiglu": swiglu,
     "npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
-    "npu_fused_infer_attention_score": _version(
-        "num_heads", "scale", "actual_seq_lengths", "actual_seq_lengths_kv"
-    ),
-    "npu_fused_infer_attention_score_v2": _version(
-        "num_query_heads", "softmax_scale", "actual_seq_qlen", "actual_seq_kvlen"
-    ),
+    "npu_fused_infer_attention_score_v2": attention,
 }

@@ -28,11 +28,9 @@ def _need(condition: bool, what: str) -> None:
         raise Violation(what)
 
 
-def _attention(
-    a: dict[str, Any], heads: str, query_lens: str, context_lens: str, max_tokens: int
-) -> SimpleNamespace:
-    """The arguments of either version under one name, with the defaults of both."""
-    num_heads = a.get(heads, 1)
+def _attention(a: dict[str, Any]) -> SimpleNamespace:
+    """The arguments with their defaults."""
+    num_heads = a.get("num_query_heads", 1)
     return SimpleNamespace(
         query=a["query"],
         key=a["key"],
@@ -40,13 +38,12 @@ def _attention(
         num_heads=num_heads,
         num_kv_heads=a.get("num_key_value_heads", 0) or num_heads,
         layout=a.get("input_layout", "BSH"),
-        query_lens=a.get(query_lens),
-        context_lens=a.get(context_lens),
+        query_lens=a.get("actual_seq_qlen"),
+        context_lens=a.get("actual_seq_kvlen"),
         sparse_mode=a.get("sparse_mode", 0),
         mask=a.get("atten_mask"),
         block_table=a.get("block_table"),
         block_size=a.get("block_size", 0),
-        max_tokens=max_tokens,
     )
 
 
@@ -88,7 +85,7 @@ def _query_lens(a: SimpleNamespace) -> list[int]:
     _need(a.query_lens is not None and a.context_lens is not None, "TND needs both length lists")
     ends = a.query_lens or []
     _need(ends == sorted(ends) and ends[-1] == a.query.shape[0], "TND: cumulative query lengths that end at T")
-    _need(a.query.shape[0] <= a.max_tokens and len(ends) <= 4096, "TND: too many tokens or sequences")
+    _need(a.query.shape[0] <= 2**20 and len(ends) <= 4096, "TND: too many tokens or sequences")
     _need(a.query.shape[-1] in (128, 192), f"TND: heads of 128 or 192 dimensions, not {a.query.shape[-1]}")
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -153,12 +150,7 @@ def check_swiglu(a: dict[str, Any]) -> None:
 
 
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "npu_fused_infer_attention_score": lambda a: check_attention(
-        _attention(a, "num_heads", "actual_seq_lengths", "actual_seq_lengths_kv", 65536)
-    ),
-    "npu_fused_infer_attention_score_v2": lambda a: check_attention(
-        _attention(a, "num_query_heads", "actual_seq_qlen", "actual_seq_kvlen", 2**20)
-    ),
+    "npu_fused_infer_attention_score_v2": lambda a: check_attention(_attention(a)),
     "npu_scatter_pa_kv_cache": check_scatter,
     "npu_rms_norm": check_rms_norm,
     "npu_add_rms_norm": check_add_rms_norm,

@@ -56,13 +56,13 @@ class Row:
 
     @property
     def counters(self) -> tuple[int, int, int]:
-        """Counters of the token's random numbers: seed, choice and position in the output."""
-        return self.sampling.seed, self.index, len(self.sequence.output_ids) + 1
+        """Counters of the token's random numbers, unsigned: seed, choice and position in the output."""
+        return self.sampling.seed & _WORD, self.index, len(self.sequence.output_ids) + 1
 
     def uniform(self, attempt: int = 0) -> float:
         """Return a random number in [0, 1) for this token and attempt, by Philox 4x64-10."""
-        seed, key_1, first = self.counters
-        key_0, second, third, fourth = seed & _WORD, attempt, 0, 0
+        key_0, key_1, first = self.counters
+        second, third, fourth = attempt, 0, 0
         for _ in range(10):
             left, right = 0xD2E7_470E_E14C_6C93 * first, 0xCA5A_8263_9512_1157 * third
             first, second = (right >> 64) ^ second ^ key_0, right & _WORD

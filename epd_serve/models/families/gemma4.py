@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.models.audio_processor import AudioProcessor, ConformerAudio, WaveAudio
+from epd_serve.models.audio_processor import ConformerAudio, WaveAudio
 from epd_serve.models.family import TEXT, Family, Pixels, Size, TowerInputs, names, require
 from epd_serve.protocol.wire import MediaRef
 
@@ -55,6 +55,7 @@ class Gemma4(Family):
     tokens = ("<|image>", "<image|>", "<|audio>", "<audio|>")
     both_ways_in_windows = True
     as_padding = ("image_token_id", "video_token_id", "audio_token_id")
+    audio_processor = ConformerAudio
 
     def __init__(self, config: Any, image_processor: Any) -> None:
         from transformers.models.gemma4.image_processing_gemma4 import get_aspect_ratio_preserving_size
@@ -82,10 +83,6 @@ class Gemma4(Family):
             before = f"{end} " if number else ""
             parts += (f"{before}{seconds // 60:02d}:{seconds % 60:02d} {start}", num_rows)
         return [*parts, end]
-
-    @staticmethod
-    def read_audio(extractor: Any, config: Any) -> AudioProcessor:
-        return ConformerAudio(extractor, padded_positions=False, kind="Gemma4AudioFeatureExtractor")
 
     def audio_parts(self, item: MediaRef) -> Sequence[int | str]:
         *_, start, end = self.tokens
@@ -167,10 +164,7 @@ class Gemma4Unified(Gemma4):
         "gemma4_unified_audio": names("audio_embed_dim rms_norm_eps"),
     }
     both_ways_in_windows = False
-
-    @staticmethod
-    def read_audio(extractor: Any, config: Any) -> AudioProcessor:
-        return WaveAudio(extractor, padded_positions=False, kind="Gemma4UnifiedAudioFeatureExtractor")
+    audio_processor = WaveAudio
 
     def check_tower(self, num_tokens: int) -> None:
         if num_tokens > (places := self.config.vision_config.mm_posemb_size):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from epd_serve.models.audio_processor import AudioProcessor, UnpaddedAudio
+from epd_serve.models.audio_processor import PaddedAudio, SpeechAudio
 from epd_serve.models.family import AUDIO_TOWER, Family, SoundFamily, TowerInputs, names
 
 
@@ -16,10 +16,7 @@ class Qwen2Audio(SoundFamily):
     model_types = ("qwen2_audio",)
     fields = names("audio_token_index tie_word_embeddings")
     towers: ClassVar = {"qwen2_audio_encoder": AUDIO_TOWER}
-
-    @staticmethod
-    def read_audio(extractor: Any, config: Any) -> AudioProcessor:
-        return AudioProcessor(extractor, padded_positions=True)
+    audio_processor = PaddedAudio
 
     @staticmethod
     def features(model: Any, inputs: TowerInputs) -> Any:
@@ -54,11 +51,7 @@ class Qwen3Asr(SoundFamily):
     model_types = ("qwen3_asr",)
     fields = names("audio_token_id timestamp_token_id tie_word_embeddings")
     towers: ClassVar = {"qwen3_asr_encoder": QWEN3_TOWER}
-
-    @staticmethod
-    def read_audio(extractor: Any, config: Any) -> AudioProcessor:
-        kind, mask = "Qwen3ASRFeatureExtractor", "input_features_mask"
-        return UnpaddedAudio(extractor, padded_positions=False, kind=kind, mask=mask)
+    audio_processor = SpeechAudio
 
     @staticmethod
     def features(model: Any, inputs: TowerInputs) -> Any:

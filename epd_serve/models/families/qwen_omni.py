@@ -33,6 +33,7 @@ class QwenOmni(QwenVL):
         "qwen2_5_omni_audio_encoder": AUDIO_TOWER | names("n_window output_dim"),
     }
     modalities = ("image", "video", "audio")
+    audio_processor = AudioProcessor
     usual_fps: ClassVar[float] = 2.0
     side: ClassVar[int] = 28  # pixels per token
 
@@ -41,10 +42,6 @@ class QwenOmni(QwenVL):
         size = {"shortest_edge": 128 * self.side**2, "longest_edge": 768 * self.side**2}
         processor.size = type(processor.size)(**size)
         return super().read_video(processor)
-
-    @staticmethod
-    def read_audio(extractor: Any, config: Any) -> AudioProcessor:
-        return AudioProcessor(extractor, padded_positions=False)
 
     @staticmethod
     def features(model: Any, inputs: TowerInputs) -> Any:
@@ -85,12 +82,9 @@ class Qwen3Omni(QwenOmni):
         "qwen3_omni_moe_vision_encoder": QwenVL.towers["qwen3_vl_moe_vision"],
         "qwen3_omni_moe_audio_encoder": QWEN3_TOWER | names("conv_chunksize max_source_positions"),
     }
+    audio_processor = UnpaddedAudio
     usual_fps = 1.0
     side = 32
-
-    @staticmethod
-    def read_audio(extractor: Any, config: Any) -> AudioProcessor:
-        return UnpaddedAudio(extractor, padded_positions=False)
 
     @staticmethod
     def features(model: Any, inputs: TowerInputs) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from chip.chip import CAPABILITY, TYPE, Chip, Stream, record_apart, recorded
-from chip.tensors import ChipTensor, add_chip, mapped_memory, pin, pinned, share_memory
+from chip.tensors import ChipTensor, add_chip, mapped_memory, pin, share_memory
 from torch import Tensor
 
 from device import base, host
@@ -220,9 +220,6 @@ class ChipDevice:
 
     def graph_runner(self) -> base.GraphRunner:
         return ChipGraphRunner(self.chip)
-
-    def pin_memory(self, tensor: Tensor) -> Tensor:
-        return pinned(tensor)
 
     def pin_in_place(self, memory: Tensor) -> Callable[[], None]:
         return pin(memory)

@@ -172,12 +172,11 @@ class Stream:
             raise RuntimeError(f"work on {self.chip.memory.name} failed: {error}") from error
 
     def wait_event(self, event: base.Event) -> None:
-        event.wait(self)
+        assert isinstance(event, Event)
+        self.launch(event.done.wait)
 
-    def record_event(self, event: base.Event | None = None) -> base.Event:
-        event = event or Event(self.chip)
-        event.record(self)
-        return event
+    def record_event(self) -> Event:
+        return Event(self)
 
     def __enter__(self) -> Self:
         _LOCAL.__dict__.setdefault("streams", []).append(self)
@@ -227,30 +226,17 @@ def _work(work: queue.SimpleQueue[Callable[[], object] | None], stream: weakref.
 class Event:
     """Fills the Event protocol."""
 
-    def __init__(self, chip: Chip) -> None:
-        self._chip = chip
-        self._done: threading.Event | None = None
-        self._stream: Stream | None = None
-
-    def record(self, stream: base.Stream | None = None) -> None:
-        assert stream is None or isinstance(stream, Stream)
-        self._stream = stream or self._chip.current()
-        self._done = threading.Event()
-        self._stream.launch(self._done.set)
-
-    def wait(self, stream: base.Stream | None = None) -> None:
-        assert stream is None or isinstance(stream, Stream)
-        if (done := self._done) is not None:
-            (stream or self._chip.current()).launch(done.wait)
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self.done = stream, threading.Event()
+        stream.launch(self.done.set)
 
     def query(self) -> bool:
-        return self._done is None or self._done.is_set()
+        return self.done.is_set()
 
     def synchronize(self) -> None:
         check_may_wait()
-        if self._done is not None and self._stream is not None:
-            self._done.wait()
-            self._stream.check()
+        self.done.wait()
+        self._stream.check()
 
 
 @contextmanager
