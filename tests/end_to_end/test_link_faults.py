@@ -164,34 +164,3 @@ async def test_an_encoder_that_dies_after_its_event(fleet: Fleet) -> None:
     assert fleet.pid("e0") != old
     assert await fleet.text(picture(2)) == without
     assert await fleet.text(picture(1)) == before
-
-
-@pytest.mark.slow
-async def test_an_encoder_that_dies_while_its_feature_is_fetched(fleet: Fleet) -> None:
-    for number in (3, 30, 31, 32):
-        asked = asyncio.create_task(fleet.text(picture(number)))
-        if is_seen := await fleet.is_seen("e0", has_a_feature, asked):
-            break
-    assert is_seen
-    await asyncio.sleep(0.05)
-    fleet.kill("e0")
-    without = await asked
-    await fleet.recovered()
-    assert await fleet.text(picture(number)) == without
-
-
-@pytest.mark.slow
-async def test_a_decode_instance_that_stalls_in_the_middle_of_a_transfer(fleet: Fleet) -> None:
-    asked = asyncio.create_task(fleet.ask(long_text(5)))
-    await fleet.is_seen("d0", being_written, asked)
-    fleet.kill("d0", signal.SIGSTOP)
-    try:
-        async with asyncio.timeout(60):
-            while (await fleet.client.get("/health")).json()["instances"]["d0"]["ready"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-    finally:
-        fleet.kill("d0", signal.SIGCONT)
-    answer = await asked
-    assert answer.status_code == 200, answer.text
-    await fleet.recovered()
-    assert await fleet.text(long_text(5))
