@@ -1,6 +1,5 @@
 """``usage``: the tokens of the prompt that P found in its prefix cache, as P itself counts them."""
 
-import json
 import re
 
 import pytest
@@ -38,9 +37,8 @@ async def hits(api, prefill):
 
 async def streamed_usage(api, path, body):
     options = {"stream_options": {"include_usage": True}} if path in (CHATS, COMPLETIONS) else {}
-    async with api.session.post(api.url + path, json={**body, "stream": True, **options}) as response:
-        data = [line[6:] for line in (await response.text()).splitlines() if line.startswith("data: {")]
-    last = json.loads(data[-2 if path == MESSAGES else -1])  # message_delta, then message_stop
+    events = await api.events(path, {**body, **options})
+    last = events[-2 if path == MESSAGES else -1]  # message_delta, then message_stop
     return last["response"]["usage"] if path == RESPONSES else last["usage"]
 
 

@@ -18,6 +18,7 @@ from chat import chat
 from fleet import Books, deployed, figures, gateway, until_decoding
 from http_client import http_client
 from pictures import noise
+from program import until
 
 from epd_serve.launch.deployment import LocalDeployment
 
@@ -65,6 +66,10 @@ async def kill_under_load(deployment: LocalDeployment, client: httpx.AsyncClient
     await asyncio.wait_for(asyncio.gather(*asked), 300)
 
 
+async def is_healthy(client: httpx.AsyncClient) -> bool:
+    return (await client.get("/health")).status_code == 200
+
+
 async def test_without_e_the_prefill_instance_encodes(deployment: LocalDeployment) -> None:
     seen = chat("What is in the picture?", noise(7), max_tokens=12, ignore_eos=True)
     urls = dict(Books.of(deployment).urls)
@@ -73,7 +78,7 @@ async def test_without_e_the_prefill_instance_encodes(deployment: LocalDeploymen
         await kill_under_load(deployment, client, "e0")
         urls.pop("e0")
         await Books(urls).check()
-        assert (await client.get("/health")).status_code == 200
+        await until(lambda: is_healthy(client))
         after = await client.post(CHATS, json=seen)
         assert before.json()["choices"] == after.json()["choices"]
         new = await client.post(CHATS, json=chat("What is this?", noise(99), max_tokens=4))

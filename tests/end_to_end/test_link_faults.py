@@ -17,6 +17,7 @@ from chat import chat
 from fleet import Books, deployed
 from http_client import http_client
 from pictures import noise
+from program import until
 
 from epd_serve.launch.deployment import LocalDeployment
 
@@ -79,13 +80,13 @@ class Fleet:
 
     async def recovered(self) -> None:
         """All run again, the gateway knows, and nothing is held anywhere."""
-        async with asyncio.timeout(150):
-            await self.deployment.wait_ready()
-            while True:
-                health = await self.client.get("/health")  # 503 where an instance that is ready gets nothing yet
-                if health.status_code == 200 and all(one["ready"] for one in health.json()["instances"].values()):
-                    break
-                await asyncio.sleep(0.05)
+
+        async def is_whole() -> bool:
+            health = await self.client.get("/health")  # 503 where an instance that is ready gets nothing yet
+            return health.status_code == 200 and all(one["ready"] for one in health.json()["instances"].values())
+
+        await asyncio.wait_for(self.deployment.wait_ready(), 150)
+        await until(is_whole, 150)
         await Books.of(self.deployment).check()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from chat import chat
+from chat import chat, stream_events
 from fleet import Books, deployed, gateway
 from http_client import http_client
 from own_ports import free_port
@@ -104,16 +104,9 @@ class Site:
 
     async def ask(self, url: str) -> str:
         """The text of a greedy stream."""
-        text, ended = "", False
-        body = QUESTION | {"max_tokens": 40}
-        async with self.client.stream("POST", f"{url}/v1/completions", json=body) as answer:
-            assert answer.status_code == 200, await answer.aread()
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    text += json.loads(line[6:])["choices"][0]["text"]
-                ended |= line == "data: [DONE]"
-        assert ended, f"an answer ended early: {text!r}"
-        return text
+        answer = await self.client.post(f"{url}/v1/completions", json=QUESTION | {"max_tokens": 40})
+        assert answer.status_code == 200, answer.text
+        return "".join(event["choices"][0]["text"] for event in stream_events(answer.text))
 
     async def keep_asking(self, url: str) -> None:
         """Until cancelled; whatever happens, all answers are the same, but those of a gateway that is killed."""

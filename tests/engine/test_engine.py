@@ -15,8 +15,7 @@ import tiny_models
 import torch
 from engine_bench import BLOCK_SIZE
 from engine_bench import EngineBench as Bench
-from pictures import noise
-from PIL import Image
+from pictures import QUESTIONS, noise
 from reference import reference_of
 
 from epd_serve.engine import pace
@@ -63,37 +62,23 @@ def bench(case: Any, tiny_model: Path) -> Iterator[Bench]:
     bench.close()
 
 
-def requests() -> list[tuple[str, str, list[Image.Image]]]:
-    one, two, three = noise(1), noise(2, (60, 140)), noise(3, (90, 90))
-    return [
-        ("one image", "What is this?", [one]),
-        ("text", "Say apple", []),
-        ("two images", "What is in the picture?", [two, three]),
-        ("same image again", "What color is the circle?", [one]),
-        ("long text", "Repeat: " + "apple banana " * 12, []),
-        ("same two images, other order", "What is in the picture?", [three, two]),
-    ]
-
-
 @ALL
 def test_identical_to_generate_in_a_mixed_batch_and_from_the_prefix_cache(bench: Bench, tiny_model: Path) -> None:
     reference = reference_of(tiny_model)
-    expected = {name: reference.generate(text, images, max_tokens=12) for name, text, images in requests()}
-    images = [noise(1), noise(2, (60, 140)), noise(3, (90, 90))]
-    for name, text, pictures in requests():
-        bench.engine.submit(bench.sequence(name, text, pictures))
+    expected = [reference.generate(text, images, max_tokens=12) for text, images in QUESTIONS]
+    for number, (text, pictures) in enumerate(QUESTIONS):
+        bench.engine.submit(bench.sequence(f"{number}", text, pictures))
     time.sleep(0.05)
-    for image in images:
+    for image in (noise(1), noise(2, (60, 140)), noise(3, (90, 90)), noise(4, (200, 70))):
         bench.encode([image])  # features come while text before the images may be running already
         time.sleep(0.05)
-    answers = bench.collect(len(requests()))
-    assert {name: ids for (name, _), ids in answers.items()} == expected
+    answers = bench.collect(len(QUESTIONS))
+    assert [answers[f"{number}", 0] for number in range(len(QUESTIONS))] == expected
     bench.check_idle()
     if not bench.pool.state_blocks:
         bench.features.clear()  # the prefix cache must do without
-    again = bench.sequence("again", *requests()[2][1:])
-    bench.engine.submit(again)
-    assert bench.collect(1)["again", 0] == expected["two images"]
+    bench.engine.submit(bench.sequence("again", *QUESTIONS[2]))
+    assert bench.collect(1)["again", 0] == expected[2]
     bench.check_idle()
 
 

@@ -16,6 +16,7 @@ from clips import LIMITS as CLIP_LIMITS
 from clips import Clip
 from msgspec.structs import replace
 from PIL import Image
+from program import wait_until
 from sounds import LIMITS as SOUND_LIMITS
 from sounds import Sound
 
@@ -225,11 +226,10 @@ class EngineBench:
         return tokens
 
     def check_idle(self) -> None:
-        deadline = time.monotonic() + 10
-        while self.pool.num_free < self.pool.capacity - self.num_held and time.monotonic() < deadline:
-            time.sleep(0.01)
+        num_usable = self.pool.capacity - self.num_held
+        wait_until(lambda: self.pool.num_free >= num_usable, "all blocks are free", 10)
         self.pool.check_integrity()
-        assert self.pool.num_free == self.pool.capacity - self.num_held, "blocks leaked"
+        assert self.pool.num_free == num_usable
 
 
 def _item(medium: Medium) -> wire.MediaRef:
