@@ -62,6 +62,7 @@ def test_devices_are_shown_and_checked(
 LEAN = """
 import sys
 sys.argv = ["epd-serve", *{arguments!r}]
+from epd_serve import cli
 {module}
 try:
     cli.main()
