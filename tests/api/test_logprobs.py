@@ -1,9 +1,8 @@
 """Log-probabilities are of the tokens that the text consists of, with their bytes; and of a prompt's."""
 
 import pytest
-import torch
 from chat import chat
-from transformers import AutoModelForImageTextToText
+from reference import logprobs_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -82,14 +81,7 @@ async def test_completions_tell_fragments_apart_and_where_tokens_begin(api, seed
 
 @pytest.fixture(scope="session")
 def reference(api):
-    path = next(iter(api.instances.values())).options.model
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
-
-    def logprobs(ids):
-        with torch.inference_mode():
-            return torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0], dim=-1)
-
-    return logprobs
+    return logprobs_of(next(iter(api.instances.values())).options.model)
 
 
 @pytest.mark.parametrize(("max_tokens", "n"), [(0, 2), (1, 1), (5, 2)])

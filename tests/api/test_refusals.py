@@ -3,7 +3,8 @@
 import io
 
 import pytest
-from chat import chat
+from chat import chat, data_url
+from clips import clip
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -29,6 +30,12 @@ def schema(schema):
 
 def part(part):
     return [{"role": "user", "content": [part]}]
+
+
+def sampled(processor, **video):
+    """A video and how its frames are to be sampled."""
+    shown = {"type": "video_url", "video_url": {"url": data_url(clip(7, 60), "video/mp4")}}
+    return {"messages": part(shown), "mm_processor_kwargs": processor, "media_io_kwargs": {"video": video}}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +70,11 @@ def part(part):
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
             "messages[0].tool_calls[0].function",
         ),
+        (CHATS, sampled({"fps": 1, "num_frames": 4}), "mm_processor_kwargs"),
+        (CHATS, sampled({}, fps=0), "media_io_kwargs.video.fps"),
+        (CHATS, sampled({"do_sample_frames": False, "max_frames": 4}), "mm_processor_kwargs"),
+        (CHATS, sampled({"do_sample_frames": True}, num_frames=4), "mm_processor_kwargs.do_sample_frames"),
+        (CHATS, sampled({"min_pixels": 1}), "mm_processor_kwargs"),
         (RESPONSES, {"store": True}, "store"),
         (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"),
         (RESPONSES, {"background": True}, "background"),
@@ -105,6 +117,12 @@ async def test_a_wrong_field_is_named(api, path, fields, param):
     status, answer = await api.post(path, {**BODIES.get(path, {}), **fields})
     assert (status, answer["error"]["param"]) == (400, param), answer
     assert "response_format" not in answer["error"]["message"] or path == CHATS, "the name of another API's field"
+
+
+async def test_a_video_needs_enough_frames(api):
+    """E says it of the video, P of the prompt, whoever is first."""
+    status, answer = await api.post(CHATS, sampled({}, num_frames=1))
+    assert status == 400, answer
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """``usage``: the tokens of the prompt that P found in its prefix cache, as P itself counts them."""
 
-import asyncio
-import json
 import re
 
 import pytest
@@ -39,46 +37,30 @@ async def hits(api, prefill):
 
 async def streamed_usage(api, path, body):
     options = {"stream_options": {"include_usage": True}} if path in (CHATS, COMPLETIONS) else {}
-    async with api.session.post(api.url + path, json={**body, "stream": True, **options}) as response:
-        data = [line[6:] for line in (await response.text()).splitlines() if line.startswith("data: {")]
-    last = json.loads(data[-2 if path == MESSAGES else -1])  # message_delta, then message_stop
+    events = await api.events(path, {**body, **options})
+    last = events[-2 if path == MESSAGES else -1]  # message_delta, then message_stop
     return last["response"]["usage"] if path == RESPONSES else last["usage"]
 
 
-async def test_cached_tokens_are_those_that_p_has_found(api):
-    before, told = await hits(api, "ep0"), await hits(api, "")
-
-    async def ask(number):
-        path = PATHS[number % len(PATHS)]
-        body = asked(path, f"{number % 5} {LONG} {number}?")
-        if number % 3:
-            return cached(await streamed_usage(api, path, body))
-        status, answer = await api.post(path, body)
-        assert status == 200, answer
-        return cached(answer["usage"])
-
-    found = sum(await asyncio.gather(*map(ask, range(60))))
-    assert found == await hits(api, "ep0") - before == await hits(api, "") - told > 60
-    await api.settle()
-
-
-async def test_each_api_counts_them(tmp_path):
-    """At an instance that decodes itself."""
-    async with deployment(tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model"), "EPD") as alone:
+@pytest.mark.parametrize("roles", [("EPD",), ("EP", "D")])
+async def test_each_api_counts_them(tmp_path, roles):
+    p = f"{roles[0].lower()}0"
+    async with deployment(tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model"), *roles) as running:
         for path in PATHS:
             for number, text in enumerate((f"{path} {LONG}", f"{path} {LONG} so?", f"{path} {LONG} so?", path)):
-                before = await hits(alone, "epd0")
+                before = await hits(running, p)
                 body = asked(path, text)
-                status, answer = await alone.post(path, body)
+                status, answer = await running.post(path, body)
                 assert status == 200, answer
-                found = await hits(alone, "epd0") - before
+                found = await hits(running, p) - before
                 assert cached(answer["usage"]) == found
                 assert (found > 0) == (number in (1, 2))
-                again = await streamed_usage(alone, path, body)
-                assert cached(again) == await hits(alone, "epd0") - before - found
+                again = await streamed_usage(running, path, body)
+                assert cached(again) == await hits(running, p) - before - found
         several = asked(COMPLETIONS, "", prompt=[LONG, LONG + "so?"], n=2)
-        await alone.post(COMPLETIONS, several)
-        before = await hits(alone, "epd0")
-        _, answer = await alone.post(COMPLETIONS, several)
-        assert cached(answer["usage"]) == await hits(alone, "epd0") - before > 0
-        await alone.settle()
+        await running.post(COMPLETIONS, several)
+        before = await hits(running, p)
+        _, answer = await running.post(COMPLETIONS, several)
+        assert cached(answer["usage"]) == await hits(running, p) - before > 0
+        assert await hits(running, "") == await hits(running, p)
+        await running.settle()

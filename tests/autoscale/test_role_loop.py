@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from program import until
+from servers import answered
 
 from epd_serve.autoscale.drift import WINDOW
 from epd_serve.autoscale.instance_load import InstanceLoad, to_json
@@ -79,19 +81,6 @@ def _refused(status: int) -> web.Response:
 
 
 @asynccontextmanager
-async def serving(gateway: Gateway, path: Path) -> AsyncIterator[None]:
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", gateway.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.UnixSite(runner, str(path)).start()
-        yield
-    finally:
-        await runner.cleanup()
-
-
-@asynccontextmanager
 async def controlled(gateway: Gateway, *, late: bool = False, **options: Any) -> AsyncIterator[Callable[..., Any]]:
     """Run the command beside a gateway; yields a wait for a condition. ``late``: the gateway comes later."""
     config = DeploymentConfig.model_validate({"slo": SLO, "elastic": QUICK | options})
@@ -99,17 +88,15 @@ async def controlled(gateway: Gateway, *, late: bool = False, **options: Any) ->
         path = Path(folder) / "admin"
         running = asyncio.create_task(autoscale(config, AdminClient(path)))
 
-        async def until(condition: Callable[[], object]) -> None:
-            async with asyncio.timeout(300):
-                while not condition():
-                    assert not running.done(), running.exception()
-                    await asyncio.sleep(0.005)
+        async def wait(condition: Callable[[], object]) -> None:
+            await until(lambda: condition() or running.done())
+            assert not running.done(), running.exception()
 
         try:
             if late:
                 await asyncio.sleep(0.1)
-            async with serving(gateway, path):
-                yield until
+            async with answered(gateway.answer, path=path):
+                yield wait
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -117,8 +104,8 @@ async def controlled(gateway: Gateway, *, late: bool = False, **options: Any) ->
 
 async def test_a_late_stage_gets_an_instance_also_after_the_gateway_was_away() -> None:
     gateway = Gateway()
-    async with controlled(gateway, late=True) as until:
-        await until(lambda: gateway.orders and gateway.reported[-1]["kind"] == "calm")
+    async with controlled(gateway, late=True) as wait:
+        await wait(lambda: gateway.orders and gateway.reported[-1]["kind"] == "calm")
     assert gateway.orders == [("/instances/e0/role", {"role": "D", "deadline_s": 30.0})]
     switch = next(one for one in gateway.reported if one["order"])
     assert switch["order"] == {"instance": "e0", "role": "D"} and switch["pressures"]["D"] == 2.4
@@ -127,15 +114,15 @@ async def test_a_late_stage_gets_an_instance_also_after_the_gateway_was_away() -
 @pytest.mark.parametrize(("status", "second"), [(400, "e1"), (503, "e0")])
 async def test_a_failed_order_is_repeated_unless_refused_for_good(status: int, second: str) -> None:
     gateway = Gateway(refusal=status)
-    async with controlled(gateway) as until:
-        await until(lambda: len(gateway.orders) >= 2)
+    async with controlled(gateway) as wait:
+        await wait(lambda: len(gateway.orders) >= 2)
     assert [path for path, _ in gateway.orders[:2]] == ["/instances/e0/role", f"/instances/{second}/role"]
 
 
 async def test_failed_polls_are_logged_once_and_repeated() -> None:
     gateway = Gateway(blind=5)
-    async with controlled(gateway) as until:
-        await until(lambda: len(gateway.reported) > 1)
+    async with controlled(gateway) as wait:
+        await wait(lambda: len(gateway.reported) > 1)
     assert gateway.reported[0]["kind"] == "undecided" and gateway.reported[1]["kind"] != "undecided"
 
 
@@ -154,7 +141,7 @@ async def test_served_requests_show_a_drift(caplog: pytest.LogCaptureFixture) ->
         for number, size in enumerate(sizes)
     ]
     with caplog.at_level(logging.WARNING):
-        async with controlled(gateway) as until:
-            await until(lambda: "epd-serve plan --workload trace:" in caplog.text)
-            await until(lambda: len(gateway.asked_after) > 1)
+        async with controlled(gateway) as wait:
+            await wait(lambda: "epd-serve plan --workload trace:" in caplog.text)
+            await wait(lambda: len(gateway.asked_after) > 1)
     assert gateway.asked_after[:2] == [0, 2 * WINDOW], "each request is looked at once"

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from vllm_backend import request
 
 from epd_serve.backends import vllm_request
 from epd_serve.backends.vllm_answer import error_of
@@ -14,9 +15,6 @@ from epd_serve.backends.vllm_request import can_be_replayed
 from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.media.video import pack_frames
 from epd_serve.protocol.openai.generation import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationRequest,
     VllmChatRequest,
     VllmCompletionRequest,
 )
@@ -27,25 +25,6 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
     for name in ("look", "listen")
 ]
-
-
-def request(
-    body: dict[str, Any],
-    num_items: int = 0,
-    kinds: tuple[type[GenerationRequest], type[GenerationRequest]] = (ChatCompletionRequest, CompletionRequest),
-) -> PrefillRequest:
-    """As the gateway makes it of a client's."""
-    parsed = kinds["prompt" in body].parse(msgspec.json.encode(body))
-    prompts = parsed.prompts() if "prompt" in body else [None]
-    return PrefillRequest(
-        request_id="r-1",
-        output=parsed.output(id="r", created=1, model="m"),
-        sampling=parsed.sampling(7),
-        items=[MediaRef(mm_hash=f"h{n}", width=2, height=2) for n in range(num_items)],
-        messages=parsed.chat(),
-        prompt=prompts[0],
-        prompting=parsed.prompting(),
-    )
 
 
 def chat(**fields: Any) -> dict[str, Any]:

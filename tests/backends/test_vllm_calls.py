@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from links import linked
+from vllm_backend import target
 
 from epd_serve.backends import vllm
 from epd_serve.backends.native import NativeConnections
-from epd_serve.backends.vllm import VllmInstances, VllmTarget
+from epd_serve.backends.vllm import VllmInstances
 from epd_serve.backends.vllm_answer import Correction, Events, PrefillAnswer, VllmAnswer
-from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT, Connectors
+from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT
 from epd_serve.errors import InstanceFailed, InstanceLost
 from epd_serve.protocol.wire import (
     ChatMessage,
@@ -30,7 +31,7 @@ from epd_serve.protocol.wire import (
 from epd_serve.rpc.http import HttpServer
 from epd_serve.rpc.items import ItemReader
 from epd_serve.rpc.server import Reply
-from epd_serve.types import Role, SamplingParams
+from epd_serve.types import SamplingParams
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
 
@@ -61,11 +62,6 @@ async def server(talk: Talk) -> AsyncIterator[int]:
         for task in list(open_ones):
             task.cancel()
         await asyncio.gather(*open_ones, return_exceptions=True)
-
-
-def target(role: str, **fields: Any) -> VllmTarget:
-    used = Connectors(**fields)
-    return VllmTarget(role=Role.parse(role), device="cpu", dtype="float32", model_path="/model", connectors=used)
 
 
 def answering(body: bytes) -> Talk:

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from item_bodies import whole_items
 from msgspec.structs import replace
+from vllm_backend import request
 
 from epd_serve.backends import vllm_answer
 from epd_serve.backends.vllm_answer import Correction, KnownTokens, ReplayedTokens
 from epd_serve.backends.vllm_request import can_be_replayed, can_continue, rest_of, set_prompt_tokens
 from epd_serve.errors import InstanceFailed
-from epd_serve.protocol.openai.generation import ChatCompletionRequest, CompletionRequest
 from epd_serve.protocol.wire import MediaRef, PrefillRequest
 from epd_serve.rpc.items import END, ERROR, ItemReader
 
@@ -23,21 +23,8 @@ PROMPT = [7, 8, 9]
 
 
 def asked(generated: list[int] | None = None, **fields: Any) -> PrefillRequest:
-    kind = CompletionRequest if "prompt" in fields else ChatCompletionRequest
-    body: dict[str, Any] = {"stream": True, "max_tokens": 9} | fields
-    if "prompt" not in fields:
-        body["messages"] = [{"role": "user", "content": "hi"}]
-    parsed = kind.model_validate(body)
-    return PrefillRequest(
-        request_id="r-1",
-        output=parsed.output(id="chat-1", created=5, model="m"),
-        sampling=parsed.sampling(3),
-        items=[],
-        messages=parsed.chat(),
-        prompt=parsed.prompts()[0] if "prompt" in fields else None,
-        prompting=parsed.prompting(),
-        generated=generated or [],
-    )
+    prompt = {} if "prompt" in fields else {"messages": [{"role": "user", "content": "hi"}]}
+    return request({"stream": True, "max_tokens": 9, **prompt, **fields}, generated=generated)
 
 
 def chunk(text: str | None, tokens: list[int] | None = None, finish: str | None = None, **fields: Any) -> bytes:
@@ -224,8 +211,8 @@ def test_only_what_hangs_on_the_tokens_alone_can_continue(fields: dict[str, Any]
 def test_with_pictures_and_tools_the_whole_answer_is_computed_again() -> None:
     plain = asked()
     tools = replace(plain, prompting=replace(plain.prompting, tools="[]"))
-    for request in (replace(plain, items=[MediaRef(mm_hash="a", width=2, height=2)]), tools, asked(stop="x")):
-        assert can_be_replayed(request) and not can_continue(request)
+    for one in (replace(plain, items=[MediaRef(mm_hash="a", width=2, height=2)]), tools, asked(stop="x")):
+        assert can_be_replayed(one) and not can_continue(one)
     assert not any(can_be_replayed(asked(**fields)) for fields in ({"n": 2}, {"stream": False}))
     assert not can_be_replayed(asked(prompt="hi", echo=True))
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
+from servers import answered
 
 from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm import VllmInstances, VllmTarget
@@ -21,7 +22,7 @@ def usage(cached: int | None) -> dict[str, Any]:
     return {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10, "prompt_tokens_details": details}
 
 
-async def ask(serve: Any, p_cached: int | None, *, stream: bool, for_vllm: str) -> bytes:
+async def ask(p_cached: int | None, *, stream: bool, for_vllm: str) -> bytes:
     async def answer(request: web.Request) -> web.Response:
         asked, name = await request.json(), request.path.split("/")[1]
         if name == "p0":
@@ -37,7 +38,7 @@ async def ask(serve: Any, p_cached: int | None, *, stream: bool, for_vllm: str) 
     given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "model_path": ""}
     used = Connectors(kv="nixl", pulls=True)
     targets = {f"{role.lower()}0": VllmTarget(role=Role.parse(role), connectors=used, **given) for role in "PD"}
-    async with serve(answer) as port, NativeConnections() as connections:
+    async with answered(answer) as port, NativeConnections() as connections:
         others = VllmInstances(connections, targets)
         calls = {name: others.connect(name, f"http://127.0.0.1:{port}/{name}") for name in targets}
         request = PrefillRequest(
@@ -67,8 +68,6 @@ async def ask(serve: Any, p_cached: int | None, *, stream: bool, for_vllm: str) 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("for_vllm", ["", '{"return_token_ids": true}'])
 @pytest.mark.parametrize(("said", "told"), [(4, 4), (0, 0), (None, 0), (40, 9)])
-async def test_cached_tokens_are_those_of_p(
-    serve: Any, stream: bool, for_vllm: str, said: int | None, told: int
-) -> None:
-    body = await ask(serve, said, stream=stream, for_vllm=for_vllm)
+async def test_cached_tokens_are_those_of_p(stream: bool, for_vllm: str, said: int | None, told: int) -> None:
+    body = await ask(said, stream=stream, for_vllm=for_vllm)
     assert re.findall(rb'"cached_tokens": ?(\d+)', body) == [b"%d" % told]

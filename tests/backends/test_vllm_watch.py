@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from servers import answered
+from vllm_backend import target
 
 from epd_serve.backends import vllm, vllm_request
 from epd_serve.backends.native import NativeConnections
-from epd_serve.backends.vllm import VllmInstance, VllmInstances, VllmTarget
-from epd_serve.backends.vllm_command import Connectors
+from epd_serve.backends.vllm import VllmInstance, VllmInstances
 from epd_serve.errors import Conflict, InvalidRequest, StageTimeout
 from epd_serve.protocol.instance_state import LeaveOrder, RoleOrder
-from epd_serve.types import Role
 
 PROMPT_S = 20
 
@@ -50,24 +50,15 @@ class Server:
         return web.json_response({"data": [{"id": "m", "max_model_len": 99}]})
 
 
-@pytest.fixture
-def serving(serve: Any) -> Any:
-    @asynccontextmanager
-    async def start(**fields: Any) -> AsyncIterator[Server]:
-        server = Server(**fields)
-        server.answers.set()
-        async with serve(server.answer) as server.port:
-            try:
-                yield server
-            finally:
-                server.answers.set()
-
-    return start
-
-
-def target(role: str, **fields: Any) -> VllmTarget:
-    used = Connectors(**fields)
-    return VllmTarget(role=Role.parse(role), device="cpu", dtype="float32", model_path="/model", connectors=used)
+@asynccontextmanager
+async def serving(**fields: Any) -> AsyncIterator[Server]:
+    server = Server(**fields)
+    server.answers.set()
+    async with answered(server.answer) as server.port:
+        try:
+            yield server
+        finally:
+            server.answers.set()
 
 
 @asynccontextmanager
@@ -77,7 +68,7 @@ async def instance(server: Server, role: str = "PD") -> AsyncIterator[VllmInstan
         yield VllmInstances(connections, {name: target(role)}).connect(name, f"http://127.0.0.1:{server.port}")
 
 
-async def test_a_long_step_is_no_death_and_a_silent_server_is_lost_at_once(serving: Any) -> None:
+async def test_a_long_step_is_no_death_and_a_silent_server_is_lost_at_once() -> None:
     async with serving(running=1, tokens=5) as server, instance(server) as calls:
         await calls.info()
         for _ in range(3):
@@ -87,7 +78,7 @@ async def test_a_long_step_is_no_death_and_a_silent_server_is_lost_at_once(servi
             await calls.probe(0.3)
 
 
-async def test_a_server_that_reads_a_burst_of_calls_may_answer_later(serving: Any) -> None:
+async def test_a_server_that_reads_a_burst_of_calls_may_answer_later() -> None:
     async with serving() as server, instance(server) as calls:
         await calls.info()
         server.answers.clear()
@@ -100,7 +91,7 @@ async def test_a_server_that_reads_a_burst_of_calls_may_answer_later(serving: An
 
 
 async def test_a_silent_server_with_many_calls_is_not_taken_for_one_that_answers(
-    serving: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(vllm, "INFO_TIMEOUT_S", 0.2)
     async with serving() as server, instance(server) as calls:
@@ -111,7 +102,7 @@ async def test_a_silent_server_with_many_calls_is_not_taken_for_one_that_answers
             await calls.probe(0.1)
 
 
-async def test_an_engine_that_stands_still_is_stuck(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_stands_still_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "STUCK_S", 0.3)
     async with serving(running=1, tokens=5) as server, instance(server) as calls:
         for _ in range(3):  # it moves
@@ -126,7 +117,7 @@ async def test_an_engine_that_stands_still_is_stuck(serving: Any, monkeypatch: p
             await calls.probe(PROMPT_S)
 
 
-async def test_a_fresh_process_meets_all_that_compiles_before_it_gets_work(serving: Any) -> None:
+async def test_a_fresh_process_meets_all_that_compiles_before_it_gets_work() -> None:
     async with serving() as server, instance(server) as calls:
         assert (await calls.info()).ready
         bodies = [body for path, body in server.asked if path == vllm_request.COMPLETION]
@@ -143,7 +134,7 @@ async def switchable(server: Server, directory: Path | None = None, **fields: An
         yield others.connect("p0", f"http://127.0.0.1:{server.port}")
 
 
-async def test_p_becomes_d_once_it_is_empty(serving: Any, tmp_path: Path) -> None:
+async def test_p_becomes_d_once_it_is_empty(tmp_path: Path) -> None:
     async with serving(running=1) as server, switchable(server, tmp_path) as calls:
         assert (await calls.info()).role == "P"
         with pytest.raises(StageTimeout, match=r"still had requests after 0\.2 s; it serves P"):
@@ -159,7 +150,7 @@ async def test_p_becomes_d_once_it_is_empty(serving: Any, tmp_path: Path) -> Non
         assert (await calls.leave(LeaveOrder())).seconds < 5
 
 
-async def test_an_order_is_called_back_and_where_a_stage_stays_no_instance_need_be_empty(serving: Any) -> None:
+async def test_an_order_is_called_back_and_where_a_stage_stays_no_instance_need_be_empty() -> None:
     async with serving(running=1) as server, switchable(server) as calls:
         under_way = asyncio.create_task(calls.switch(RoleOrder("D")))
         await asyncio.sleep(0.05)
@@ -173,7 +164,7 @@ async def test_an_order_is_called_back_and_where_a_stage_stays_no_instance_need_
 
 
 @pytest.mark.parametrize("fields", [{"kv": "nixl"}, {"pulls": True}])
-async def test_processes_of_one_role_keep_it(serving: Any, fields: dict[str, Any]) -> None:
+async def test_processes_of_one_role_keep_it(fields: dict[str, Any]) -> None:
     async with serving() as server, switchable(server, **fields) as calls:
         with pytest.raises(InvalidRequest, match="nothing else, but not D"):
             await calls.switch(RoleOrder("D"))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import pytest
+from program import run_cli
 
-from epd_serve import cli
 from epd_serve.bench.run import Run
 
 LOAD = ["--workload", "synthetic,image_share=0.5,image_size=64x64,output_tokens=4", "--rates", "20,30"]
@@ -33,11 +32,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     monkeypatch.setenv("COLUMNS", "150")
 
     def run(*arguments: str) -> Said:
-        monkeypatch.setattr(sys, "argv", ["epd-serve", "bench", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert isinstance(ended.value.code, int)
-        return Said(ended.value.code, *capsys.readouterr())
+        return Said(run_cli("bench", *arguments), *capsys.readouterr())
 
     return run
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.cost.economics import MIB, Latency, cost_figures, price_of, read_prices
-from epd_serve.cost.shape import KNOWN_SHAPES, ModelShape, shape_from_config, shape_of
+from epd_serve.cost.shape import KNOWN_SHAPES, ModelShape, shape_of
 
 #: Table 3: visual tokens, KV and embedding in MiB, R for MHA and for the model's own heads. What equations 1 and 2
 #: give for the model's published sizes is (second) where the paper prints another number (first).
@@ -102,42 +102,11 @@ def test_the_equations_hang_together(
             assert min(fewer[0] / vision_s, fewer[1] / language_s) < rate * (1 + 1e-6)
 
 
-def test_a_config_json_gives_the_same_sizes(tmp_path: Path) -> None:
-    config = {
-        "model_type": "qwen2_5_vl",
-        "torch_dtype": "bfloat16",
-        "hidden_size": 3584,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18944,
-        "vocab_size": 152064,
-        "vision_config": {
-            "depth": 32,
-            "hidden_size": 1280,
-            "intermediate_size": 3420,
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "window_size": 112,
-            "fullatt_block_indexes": [7, 15, 23, 31],
-        },
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    shape = shape_of(str(tmp_path))
-    known = KNOWN_SHAPES["qwen2.5-vl-7b"]
-    assert (shape.language, shape.vision) == (known.language, known.vision)
-    llava = {
-        "text_config": {"model_type": "llama", "vocab_size": 32064, "torch_dtype": "float16"},
-        "vision_config": {
-            "model_type": "clip_vision_model",
-            "hidden_size": 1024,
-            "num_hidden_layers": 24,
-            "intermediate_size": 4096,
-            "patch_size": 14,
-            "image_size": 336,
-        },
-    }
-    shape, known = shape_from_config(llava, "llava"), KNOWN_SHAPES["llava-1.5-7b"]
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-7B", "LLaVA-1.5-7B"])
+def test_a_config_json_gives_the_same_sizes(name: str, tmp_path: Path) -> None:
+    published = json.loads((Path(__file__).parents[1] / "models" / "published_configs.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(published[name]))
+    shape, known = shape_of(str(tmp_path)), KNOWN_SHAPES[name.lower()]
     assert (shape.language, shape.vision) == (known.language, known.vision)
 
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,46 +22,33 @@ DECODE = Demand(compute=0.1, bandwidth=0.8)
 PREFILL = Demand(compute=0.85, bandwidth=0.1)
 
 
-class VirtualClock:
-    """Sleeps are ``late_s`` too long, as on a busy machine."""
-
-    def __init__(self, late_s: float = 0.0) -> None:
-        self.now_s, self.late_s = 1000.0, late_s
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds + self.late_s
-
-
-def timeline(clock: VirtualClock, directory: Path | None = None) -> Timeline:
+def timeline(clock: Clock, directory: Path | None = None) -> Timeline:
     return Timeline("emulated:h200:0", directory, clock=clock, sleep=clock.sleep)
 
 
 def test_operations_of_a_stream_follow_each_other_and_late_wake_ups_do_not_add_up() -> None:
-    clock = VirtualClock(late_s=0.004)
+    clock = Clock(1000.0, late_s=0.004)
     stream = timeline(clock).stream()
     done: list[int] = []
     for number in range(50):
         last = stream.launch(0.002, lambda number=number: done.append(number))  # type: ignore[misc]
-    assert clock.now_s == 1000 and not last.query(), "a launch returns at once"
+    assert clock.now == 1000 and not last.query(), "a launch returns at once"
     stream.synchronize()
     assert last.end_s == pytest.approx(1000.1) and done == list(range(50))
-    clock.now_s += 1
+    clock.now += 1
     after = stream.launch(0.002)
     after.wait()
-    assert after.end_s == pytest.approx(clock.now_s - 0.004), "it begins when it is launched"
+    assert after.end_s == pytest.approx(clock.now - 0.004), "it begins when it is launched"
 
 
 def test_processes_take_turns_where_both_want_the_same_and_pass_where_they_do_not(tmp_path: Path) -> None:
-    clock = VirtualClock()
+    clock = Clock(1000.0)
     one, other = (timeline(clock, tmp_path).stream() for _ in range(2))
     first, second = one.launch(0.010, demand=PREFILL), other.launch(0.004, demand=PREFILL)
     second.wait(), first.wait()
     assert second.end_s == pytest.approx(1000 + 2 * 0.85 * 0.004)
     assert first.end_s == pytest.approx(1000 + 2 * 0.85 * 0.004 + 0.006), "it is alone after the other's end"
-    began_s = clock.now_s
+    began_s = clock.now
     steps = one.launch(0.010, demand=PREFILL), other.launch(0.010, demand=DECODE)
     for step in steps:
         step.wait()
@@ -68,7 +56,7 @@ def test_processes_take_turns_where_both_want_the_same_and_pass_where_they_do_no
 
 
 def test_shares_and_priorities(tmp_path: Path) -> None:
-    clock = VirtualClock()
+    clock = Clock(1000.0)
     half = timeline(clock, tmp_path)
     half.share = 0.5
     assert _seconds(half.stream().launch(0.010, demand=Demand(compute=1.0, bandwidth=0.1))) == pytest.approx(0.020)
@@ -101,7 +89,7 @@ def _seconds(operation: object) -> float:
 
 @given(costs=st.lists(st.lists(st.floats(0, 0.1), max_size=4), min_size=1, max_size=4))
 def test_a_device_that_all_want_whole_is_busy_until_the_sum_of_the_work(costs: list[list[float]]) -> None:
-    clock = VirtualClock()
+    clock = Clock(1000.0)
     device = timeline(clock)
     streams = [(device.stream(), queue) for queue in costs]
     operations = [stream.launch(cost_s) for stream, queue in streams for cost_s in queue]
@@ -113,7 +101,7 @@ def test_a_device_that_all_want_whole_is_busy_until_the_sum_of_the_work(costs: l
 
 
 def test_a_stream_waits_for_an_operation_of_another() -> None:
-    clock = VirtualClock()
+    clock = Clock(1000.0)
     device = timeline(clock)
     tower, language = device.stream(), device.stream()
     encode = tower.launch(0.010, demand=PREFILL)
@@ -126,7 +114,7 @@ def test_a_stream_waits_for_an_operation_of_another() -> None:
 def test_injected_faults_come_and_go_with_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "faults.json"
     monkeypatch.setenv(EMULATED_FAULTS, str(path))
-    clock = VirtualClock()
+    clock = Clock(1000.0)
     device = timeline(clock)
     stream = device.stream()
 
@@ -139,10 +127,10 @@ def test_injected_faults_come_and_go_with_their_file(tmp_path: Path, monkeypatch
     assert _seconds(stream.launch(0.010)) == pytest.approx(0.030)
     inject('{"emulated:h200:1": {"slowness": 3.0}, "*": {"hangs": true}}')
     step = stream.launch(0.010)
-    clock.now_s += 5.0
+    clock.now += 5.0
     assert not step.query()
     inject("")
-    lifted_s = clock.now_s
+    lifted_s = clock.now
     after = stream.launch(0.010)
     after.wait()
     assert step.end_s == lifted_s and after.end_s == pytest.approx(lifted_s + 0.010), "what hung ends late"

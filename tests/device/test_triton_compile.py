@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from program import run_file
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("not run: Triton is not installed", allow_module_level=True)
@@ -20,18 +18,8 @@ KERNELS = "_draw _merge _rms_norm _rotate _split _survey _swiglu _write"
 
 @pytest.mark.slow
 def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = os.pathsep.join([str(root), str(root / "tests/support")])
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env=environment | {"PYTHONPATH": paths, "TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == [f"{name}_kernel" for name in KERNELS.split()]
+    output = run_file(__file__, timeout_s=500, TRITON_CACHE_DIR=str(tmp_path))
+    assert output.split() == [f"{name}_kernel" for name in KERNELS.split()]
 
 
 def _main() -> None:

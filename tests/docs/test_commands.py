@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 import typer
-from fleet import wait_until
 from own_ports import free_port
+from program import wait_until
 
 from epd_serve.cli.app import app
 from epd_serve.config import parse_config

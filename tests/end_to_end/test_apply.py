@@ -14,6 +14,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from http_client import http_client
+from program import until
 
 from benchmarks import apply_ring, chaos
 from epd_serve.config import DeploymentConfig, change_config, parse_config
@@ -45,14 +46,6 @@ async def serves(deployment: LocalDeployment) -> bool:
     except httpx.TransportError:  # the gateway was killed
         return False
     return answer.status_code == 200 and bool(answer.json()["choices"][0]["text"])
-
-
-async def comes_to_serve(deployment: LocalDeployment) -> bool:
-    """Once what was killed has started again."""
-    async with asyncio.timeout(300):
-        while not await serves(deployment):  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-    return True
 
 
 def roles(deployment: LocalDeployment) -> list[str]:
@@ -190,28 +183,28 @@ def at(words: str, act: Callable[[], None]) -> Callable[[str], None]:
 async def test_processes_that_die_meanwhile(deployment: LocalDeployment) -> None:
     await deployment.apply(topology("E-P-D"))
     await deployment.apply(topology("2E-P-D"), at("start e1", lambda: kill(deployment, "p0")))
-    assert roles(deployment) == ["D", "E", "E", "P"] and await comes_to_serve(deployment)
+    assert roles(deployment) == ["D", "E", "E", "P"]
+    await until(lambda: serves(deployment))  # once what was killed has started again
     await deployment.apply(topology("E-P-2D"), at("switch", lambda: kill(deployment, "gateway")))
-    assert roles(deployment) == ["D", "D", "E", "P"] and await comes_to_serve(deployment)
+    assert roles(deployment) == ["D", "D", "E", "P"]
+    await until(lambda: serves(deployment))  # once what was killed has started again
     [switched] = [name for name, one in deployment.instances.items() if name[0] == "e" and str(one.role) == "D"]
     kill(deployment, switched)
-    async with asyncio.timeout(300):
-        [process] = [one for one in deployment.processes if one.spec.name == switched]
-        while process.num_restarts == 0 or not process.ready.is_set():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    [process] = [one for one in deployment.processes if one.spec.name == switched]
+    await until(lambda: process.num_restarts > 0 and process.ready.is_set())
     async with http_client() as client:
         info = (await client.get(f"{process.spec.url}/info")).json()
     assert info["role"] == "D", "what is started again has the role that it was switched to"
 
     async def kill_when_there() -> None:
-        while not any(one.spec.name == "p1" and one.is_running for one in deployment.processes):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await until(lambda: any(one.spec.name == "p1" and one.is_running for one in deployment.processes))
         kill(deployment, "p1")
 
     killing = asyncio.create_task(kill_when_there())
     with pytest.raises(ApplyStopped, match="killed by SIGKILL"):
         await deployment.apply(topology("E-2P-2D"))
     await killing
-    assert await comes_to_serve(deployment)
+    await until(lambda: serves(deployment))
     await deployment.apply(topology("E-2P-2D"))
-    assert roles(deployment) == ["D", "D", "E", "P", "P"] and await comes_to_serve(deployment)
+    assert roles(deployment) == ["D", "D", "E", "P", "P"]
+    await until(lambda: serves(deployment))  # once what was killed has started again

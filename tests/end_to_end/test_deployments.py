@@ -11,8 +11,9 @@ import openai
 import psutil
 import pytest
 from chat import chat
-from fleet import Books, wait_until
+from fleet import Books
 from http_client import http_client
+from program import wait_until
 from transports import needs_mooncake
 
 from epd_serve.config import change_config, load_config

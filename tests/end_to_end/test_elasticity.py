@@ -15,6 +15,7 @@ from fleet import Books, deployed
 from http_client import http_client
 from own_ports import free_port
 from pictures import noise
+from program import until
 
 #: One place in a step: whoever waits for it makes decode late on a machine of any speed.
 ROLES = {"D": {"max_num_seqs": 1}}
@@ -60,11 +61,10 @@ class Site:
             while not is_enough:
                 await self.complete(next(prompts))
 
-        async with asyncio.timeout(400), asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             for _ in range(NUM_CLIENTS):
                 group.create_task(work())
-            while not await enough():  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            await until(enough, 400)
             is_enough = True
 
 

@@ -1,4 +1,4 @@
-"""Kill any process at any time: the answer is right or a clear error, and the survivors hold nothing after it.
+"""Kill an encoder or a gateway at any time: others answer in its place, and hold nothing after it.
 
 One deployment for all tests, in this order: instances that are killed stay away.
 """
@@ -18,6 +18,7 @@ from chat import chat
 from fleet import Books, deployed, figures, gateway, until_decoding
 from http_client import http_client
 from pictures import noise
+from program import until
 
 from epd_serve.launch.deployment import LocalDeployment
 
@@ -34,34 +35,18 @@ async def deployment() -> AsyncIterator[LocalDeployment]:
         yield deployment
 
 
-async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
-    """Returns "right", "error" (a clear one, before any token) or "cut" (broken off after an error event)."""
-    if not body.get("stream"):
-        answer = await client.post(CHATS, json=body)
-        if answer.status_code == 200:
-            assert answer.json()["choices"][0]["finish_reason"]
-            return "right"
-        assert answer.status_code in (429, 502, 503, 504), answer.text
-        assert answer.json()["error"]["message"]
-        return "error"
-    text = ""
-    try:
-        async with client.stream("POST", CHATS, json=body) as answer:
-            async for piece in answer.aiter_text():
-                text += piece
-    except httpx.RemoteProtocolError:
-        assert '"error"' in text, "a stream was cut without saying why"
-        assert "[DONE]" not in text
-        return "cut"
-    if answer.status_code != 200:
-        assert "message" in text
-        return "error"
-    assert text.endswith("data: [DONE]\n\n"), "a stream ended in order and is not complete"
-    return "right"
+async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    """Raises AssertionError unless the answer is whole."""
+    answer = await client.post(CHATS, json=body)
+    assert answer.status_code == 200, answer.text
+    if body["stream"]:
+        assert answer.text.endswith("data: [DONE]\n\n")
+    else:
+        assert answer.json()["choices"][0]["finish_reason"]
 
 
-async def kill_under_load(deployment: LocalDeployment, client: httpx.AsyncClient, victim: str) -> list[str]:
-    """Returns what became of requests that were asked before the instance was killed."""
+async def kill_under_load(deployment: LocalDeployment, client: httpx.AsyncClient, victim: str) -> None:
+    """All requests that were asked before the instance was killed are answered."""
     bodies = [
         chat(
             f"What is number {i}?",
@@ -78,13 +63,11 @@ async def kill_under_load(deployment: LocalDeployment, client: httpx.AsyncClient
             break
     assert is_decoding
     os.kill(deployment.instances[victim].pid, signal.SIGKILL)
-    return await asyncio.wait_for(asyncio.gather(*asked), 300)
+    await asyncio.wait_for(asyncio.gather(*asked), 300)
 
 
-async def is_healthy(client: httpx.AsyncClient, status: int) -> None:
-    async with asyncio.timeout(150):  # whoever had nothing to do when it died is missed a little later
-        while (await client.get("/health")).status_code != status:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+async def is_healthy(client: httpx.AsyncClient) -> bool:
+    return (await client.get("/health")).status_code == 200
 
 
 async def test_without_e_the_prefill_instance_encodes(deployment: LocalDeployment) -> None:
@@ -92,10 +75,10 @@ async def test_without_e_the_prefill_instance_encodes(deployment: LocalDeploymen
     urls = dict(Books.of(deployment).urls)
     async with http_client(deployment.gateway_url) as client:
         before = await client.post(CHATS, json=seen)
-        assert set(await kill_under_load(deployment, client, "e0")) == {"right"}
+        await kill_under_load(deployment, client, "e0")
         urls.pop("e0")
         await Books(urls).check()
-        await is_healthy(client, 200)
+        await until(lambda: is_healthy(client))
         after = await client.post(CHATS, json=seen)
         assert before.json()["choices"] == after.json()["choices"]
         new = await client.post(CHATS, json=chat("What is this?", noise(99), max_tokens=4))
@@ -129,14 +112,3 @@ async def test_one_gateway_dies_and_the_other_does_not_notice(deployment: LocalD
         texts = await asyncio.gather(*living)
     assert all(text.endswith("data: [DONE]\n\n") for text in texts)
     await Books(urls).check()
-
-
-@pytest.mark.slow
-async def test_without_d_nothing_is_answered(deployment: LocalDeployment) -> None:
-    urls = {name: deployment.instances[name].url for name in ("p0", "d0")}
-    async with gateway(urls, config={"restart": "never"}) as url, http_client(url) as client:
-        assert len(await kill_under_load(deployment, client, "d0")) == 24
-        await Books({"p0": urls["p0"]}).check()
-        await is_healthy(client, 503)
-        for body in (chat("Say apple"), chat("What is this?", noise(99), max_tokens=4)):
-            assert (await client.post(CHATS, json=body)).status_code == 503

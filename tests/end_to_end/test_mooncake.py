@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,6 @@ from epd_serve.launch.deployment import LocalDeployment
 
 if not HAS_MOONCAKE:
     pytest.skip("mooncake is not installed", allow_module_level=True)
-
-from mooncake_master import Master
 
 
 class Service:
@@ -42,8 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.make_tiny_model("qwen2_5_vl", tmp_path_factory.mktemp("mooncake") / "model")
 
 
-def started(model: Path, master: str | None) -> AbstractAsyncContextManager[LocalDeployment]:
-    return deployed(
+async def test_a_deployment_starts_its_own_master_and_answers_as_ever(model: Path) -> None:
+    async with deployed(
         "2E-P-D",
         model,
         instances={
@@ -52,12 +49,7 @@ def started(model: Path, master: str | None) -> AbstractAsyncContextManager[Loca
             "kv_transfer": {"transport": "mooncake", "group_layers": 2},
         },
         feature_store="mooncake",
-        mooncake={"master": master},
-    )
-
-
-async def test_a_deployment_starts_its_own_master_and_answers_as_ever(model: Path) -> None:
-    async with started(model, None) as deployment:
+    ) as deployment:
         assert deployment.processes[0].spec.name == "master"
         service = Service(deployment, Reference(model))
         for _ in range(10):  # P has the prompt's KV and may answer before an encoder has looked into the store
@@ -76,21 +68,3 @@ async def test_a_deployment_starts_its_own_master_and_answers_as_ever(model: Pat
         os.kill(deployment.processes[0].pid, signal.SIGCONT)
         await service.check(3, 4)
         await Books.of(deployment).check()
-
-
-@pytest.mark.slow
-async def test_a_given_master_may_die_and_come_back(model: Path) -> None:
-    master = Master()
-    try:
-        async with started(model, master.address) as deployment:
-            assert "master" not in [process.spec.name for process in deployment.processes]
-            service = Service(deployment, Reference(model))
-            await service.check(1, 2)
-            master.kill()
-            await service.check(1, 3)
-            await service.check(4)
-            master.start()
-            await service.check(1, 5)
-            await Books.of(deployment).check()
-    finally:
-        master.kill()

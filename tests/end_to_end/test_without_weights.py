@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +12,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from chat import chat, data_url
-from fleet import deployed, figures, wait_until
+from chat import chat, data_url, stream_events
+from fleet import deployed, figures
 from in_process import Deployment, deployment
 from own_ports import free_port
 from pictures import png
 from PIL import Image
+from program import wait_until
 
 from device.datasheets import emulated_sheet
 from device.emulated.timeline import EMULATED_FAULTS
@@ -66,11 +64,9 @@ async def asked(url: str, session: aiohttp.ClientSession, number: int) -> list[s
             for choice in (await answer.json())["choices"]:
                 choices[choice["index"]] = choice["message"]["content"]
             return choices
-        async for line in answer.content:
-            assert b'"error"' not in line
-            if line.startswith(b"data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    choices[choice["index"]] += choice["delta"].get("content") or ""
+        for event in stream_events(await answer.text()):
+            for choice in event["choices"]:
+                choices[choice["index"]] += choice["delta"].get("content") or ""
     return choices
 
 
@@ -169,12 +165,6 @@ async def test_features_of_other_pictures_are_noticed(parts: Deployment) -> None
     model: Any = parts.instances["e0"].encoder.model
     model.data_of = lambda feature: memoryview(bytes(len(feature.data)))
     assert "does not match its image" in await refusal(parts, 4)
-
-
-def test_an_instance_without_weights_loads_neither_torch_nor_numpy() -> None:
-    modules = "epd_serve.instance.main", "epd_serve.instance.loading.shape_model"
-    script = f"import sys, {', '.join(modules)}; sys.exit(not {{'torch', 'numpy'}}.isdisjoint(sys.modules))"
-    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 async def test_processes_that_die_and_change_roles(

@@ -11,8 +11,7 @@ import pytest
 import tiny_models
 from chip.accelerator import ChipDevice
 from engine_bench import EngineBench
-from pictures import noise
-from PIL import Image
+from pictures import QUESTIONS
 from reference import Reference
 
 from device.registry import get_device
@@ -27,18 +26,9 @@ def slow_device() -> Iterator[ChipDevice]:
     device = get_device("chip:2")  # no thread's device before it says so
     assert isinstance(device, ChipDevice)
     device.chip.launch_s = DELAY_S
+    device.chip.num_replays.clear()
     yield device
     device.chip.launch_s = 0.0
-
-
-def requests() -> list[tuple[str, str, list[Image.Image]]]:
-    one, two = noise(1), noise(2, (60, 140))
-    return [
-        ("one image", "What is this?", [one]),
-        ("text", "Say apple", []),
-        ("two images", "What is in the picture?", [two, one]),
-        ("long text", "Repeat: " + "apple banana " * 12, []),
-    ]
 
 
 class TimedBench(EngineBench):
@@ -87,14 +77,15 @@ def test_tokens_equal_generate(tiny_model: Path, slow_device: ChipDevice, tokens
     budget = Budget(max_num_tokens=tokens, max_num_seqs=4)
     bench = EngineBench(tiny_model, budget, device=slow_device, runs_ahead=runs_ahead)
     try:
-        for name, text, images in requests():
+        for number, (text, images) in enumerate(QUESTIONS[:5]):
             if images:
                 bench.encode(images)
-            bench.engine.submit(bench.sequence(name, text, images, max_tokens=8))
-        answers = {name: ids for (name, _), ids in bench.collect(len(requests())).items()}
+            bench.engine.submit(bench.sequence(f"{number}", text, images, max_tokens=40 - 8 * number))
+        answers = bench.collect(5)
         reference = Reference(tiny_model)
-        for name, text, images in requests():
-            assert answers[name] == reference.generate(text, images, max_tokens=8), name
+        for number, (text, images) in enumerate(QUESTIONS[:5]):
+            assert answers[f"{number}", 0] == reference.generate(text, images, max_tokens=40 - 8 * number)
+        assert {1, 4} <= {*slow_device.chip.num_replays}, "decodes of one row and of several are replayed"
         bench.check_idle()
     finally:
         bench.close()

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
+from program import run_file
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("not run: Triton is not installed", allow_module_level=True)
@@ -38,17 +37,7 @@ KERNELS = {
 def test_requests_ask_for_no_kernel_that_the_warm_up_has_not_compiled(graphs: str, tmp_path: Path) -> None:
     """With graphs, kernels are compiled where these are captured, and the warm-up launches none of them."""
     path = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
-    root = Path(__file__).parents[2]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, __file__, str(path), graphs],
-        env=environment | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests/support")])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    keys = json.loads(done.stdout.splitlines()[-1])
+    keys = json.loads(run_file(__file__, str(path), graphs, timeout_s=300).splitlines()[-1])
     assert {name for name, _ in map(tuple, keys["warm up"])} == KERNELS
     forms = [name for name, _ in keys["requests"]]
     assert forms.count("_write_kernel") == 2, "one is for many tokens"

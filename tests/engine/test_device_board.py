@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from clock import Clock
+
 from epd_serve.engine.device_board import DeviceBoard, Slack
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_decodes_tell_what_they_leave_until_they_end_or_fall_silent(tmp_path: Path) -> None:

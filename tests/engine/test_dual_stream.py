@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clock import Clock
 from pictures import noise
 from tiny_models import make_tiny_model
 
@@ -24,16 +25,6 @@ from epd_serve.sched.schedule import ScheduleOutput
 
 DECODES: Any = ScheduleOutput(decodes=[object()])  # type: ignore[list-item]
 PREFILL: Any = ScheduleOutput(prefills=[(object(), 5)])  # type: ignore[list-item]
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class Rig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -14,15 +15,13 @@ import tiny_models
 import torch
 from engine_bench import BLOCK_SIZE
 from engine_bench import EngineBench as Bench
-from pictures import noise
-from PIL import Image
+from pictures import QUESTIONS, noise
 from reference import reference_of
 
-from device.base import EagerRunner
-from device.cpu import CpuDevice
 from epd_serve.engine import pace
 from epd_serve.engine.engine import FailureEvent, TokenEvent
 from epd_serve.engine.telemetry import StageRates
+from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 
 TINY, LARGE = (7, 3), (2048, 64)
@@ -64,87 +63,23 @@ def bench(case: Any, tiny_model: Path) -> Iterator[Bench]:
     bench.close()
 
 
-class StaticRunner(EagerRunner):
-    """Keeps to a capturing runner's contract on a CPU: steps read static buffers and fill a static output."""
-
-    captures = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: dict[int, torch.Tensor] = {}
-        self.num_replays = 0
-
-    def capture(self, size: int, step: Callable[[], torch.Tensor]) -> None:
-        super().capture(size, step)
-        self.outputs[size] = step().clone()
-
-    def replay(self, size: int) -> torch.Tensor:
-        self.num_replays += 1
-        return self.outputs[size].copy_(super().replay(size))
-
-
-class CapturingCpu(CpuDevice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.graphs = StaticRunner()
-
-    def graph_runner(self) -> StaticRunner:
-        return self.graphs
-
-
-@pytest.mark.parametrize(("kind", "runs_ahead"), [*((kind, True) for kind in tiny_models.KINDS), ("llava", False)])
-def test_decode_graphs_change_no_token(models: Callable[[str], Path], kind: str, runs_ahead: bool) -> None:
-    """Batches of one to six rows in graphs of one, two, four and six, between steps with prefills."""
-    tiny_model = models(kind)
-    device = CapturingCpu()
-    bench = Bench(tiny_model, Budget(max_num_tokens=64, max_num_seqs=6), device=device, runs_ahead=runs_ahead)
-    assert sorted(device.graphs.outputs) == [1, 2, 4, 6]
-    reference = reference_of(tiny_model)
-    answers: dict[str, list[int]] = {}
-    for count, (name, text, images) in enumerate(requests(), start=1):
-        if images:
-            bench.encode(images)
-        bench.engine.submit(bench.sequence(name, text, images, max_tokens=4 * count))
-    for (name, _), ids in bench.collect(len(requests())).items():
-        answers[name] = ids
-    for count, (name, text, images) in enumerate(requests(), start=1):
-        assert answers[name] == reference.generate(text, images, max_tokens=4 * count)
-    assert device.graphs.num_replays > 8
-    bench.check_idle()
-    bench.close()
-
-
-def requests() -> list[tuple[str, str, list[Image.Image]]]:
-    one, two, three = noise(1), noise(2, (60, 140)), noise(3, (90, 90))
-    return [
-        ("one image", "What is this?", [one]),
-        ("text", "Say apple", []),
-        ("two images", "What is in the picture?", [two, three]),
-        ("same image again", "What color is the circle?", [one]),
-        ("long text", "Repeat: " + "apple banana " * 12, []),
-        ("same two images, other order", "What is in the picture?", [three, two]),
-    ]
-
-
 @ALL
 def test_identical_to_generate_in_a_mixed_batch_and_from_the_prefix_cache(bench: Bench, tiny_model: Path) -> None:
     reference = reference_of(tiny_model)
-    expected = {name: reference.generate(text, images, max_tokens=12) for name, text, images in requests()}
-    images = [noise(1), noise(2, (60, 140)), noise(3, (90, 90))]
-    for name, text, pictures in requests():
-        bench.engine.submit(bench.sequence(name, text, pictures))
+    expected = [reference.generate(text, images, max_tokens=12) for text, images in QUESTIONS]
+    for number, (text, pictures) in enumerate(QUESTIONS):
+        bench.engine.submit(bench.sequence(f"{number}", text, pictures))
     time.sleep(0.05)
-    for image in images:
+    for image in (noise(1), noise(2, (60, 140)), noise(3, (90, 90)), noise(4, (200, 70))):
         bench.encode([image])  # features come while text before the images may be running already
         time.sleep(0.05)
-    answers = bench.collect(len(requests()))
-    assert {name: ids for (name, _), ids in answers.items()} == expected
+    answers = bench.collect(len(QUESTIONS))
+    assert [answers[f"{number}", 0] for number in range(len(QUESTIONS))] == expected
     bench.check_idle()
     if not bench.pool.state_blocks:
         bench.features.clear()  # the prefix cache must do without
-    again = bench.sequence("again", *requests()[2][1:])
-    bench.engine.submit(again)
-    assert bench.collect(1)["again", 0] == expected["two images"]
+    bench.engine.submit(bench.sequence("again", *QUESTIONS[2]))
+    assert bench.collect(1)["again", 0] == expected[2]
     bench.check_idle()
 
 
@@ -168,6 +103,36 @@ def test_a_failing_step_fails_its_requests_and_nothing_else(bench: Bench, tiny_m
     assert bench.collect(1)["fine", 0] == reference_of(tiny_model).generate("Say apple", max_tokens=12)
 
 
+def outcomes(bench: Bench, num_ended: int) -> tuple[dict[str, ServeError], dict[str, list[int]]]:
+    """Failures and tokens by request, until one has failed and so many have ended."""
+    failures: dict[str, ServeError] = {}
+    answers: dict[str, list[int]] = defaultdict(list)
+    while num_ended or not failures:
+        match bench.events.get(timeout=300):
+            case FailureEvent(request_id, error):
+                assert request_id not in failures
+                failures[request_id] = error
+            case TokenEvent() as event:
+                answers[event.sequence.request_id].append(event.token.token_id)
+                num_ended -= event.finish_reason is not None
+    return failures, answers
+
+
+@SOME
+def test_a_request_that_forbids_every_token_fails_alone_by_its_own_fault(bench: Bench, tiny_model: Path) -> None:
+    """At its first token, or behind the last that it allows."""
+    expected = reference_of(tiny_model).generate("Pear", max_tokens=12)
+    for bad_word, allowed in (((3,), {}), ((3, 3), {"broken": [3]})):
+        fields: dict[str, Any] = {"allowed_token_ids": (3,), "bad_word_ids": (bad_word,)}
+        bench.engine.submit(bench.sequence("fine", "Pear", []))
+        bench.engine.submit(bench.sequence("broken", "Say apple", [], **fields))
+        failures, answers = outcomes(bench, 1)
+        [(request_id, error)] = failures.items()
+        assert isinstance(error, InvalidRequest) and (request_id, error.code) == ("broken", "contradiction")
+        assert answers == {"fine": expected, **allowed}
+        bench.check_idle()
+
+
 @SOME
 def test_logits_without_numbers_end_their_request_and_none_beside_it(bench: Bench, tiny_model: Path) -> None:
     """Nor does anybody find its KV: the same prompt with a right feature gets the right answer."""
@@ -181,17 +146,9 @@ def test_logits_without_numbers_end_their_request_and_none_beside_it(bench: Benc
         ("two", "Pear", []),
     ):
         bench.engine.submit(bench.sequence(name, text, images))
-    answers: dict[str, list[int]] = {"one": [], "two": []}
-    failures, num_ended = [], 0
-    while num_ended < 2 or not failures:
-        match bench.events.get(timeout=300):
-            case FailureEvent(request_id, error):
-                failures.append((request_id, str(error)))
-            case TokenEvent() as event:
-                answers[event.sequence.request_id].append(event.token.token_id)
-                num_ended += event.finish_reason is not None
-    [(request_id, message)] = failures
-    assert request_id == "broken" and "the logits of this request are NaN" in message
+    failures, answers = outcomes(bench, 2)
+    [(request_id, error)] = failures.items()
+    assert request_id == "broken" and "the logits of this request are NaN" in str(error)
     assert answers == {
         name: reference.generate(text, max_tokens=12) for name, text in (("one", "Say apple"), ("two", "Pear"))
     }

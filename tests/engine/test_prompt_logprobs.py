@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engine_bench import EngineBench as Bench
-from transformers import AutoModelForImageTextToText
+from reference import logprobs_of
 
 from epd_serve.engine.engine import TokenEvent
 from epd_serve.sched.schedule import Budget
@@ -19,13 +18,7 @@ TEXT = "apple banana cherry " * 30  # more than one piece of logits
 
 @pytest.fixture
 def reference(tiny_model: Path) -> Any:
-    model = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32).eval()
-
-    def logprobs(ids: list[int]) -> torch.Tensor:
-        with torch.inference_mode():
-            return torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0], dim=-1)
-
-    return logprobs
+    return logprobs_of(tiny_model)
 
 
 def scored(bench: Bench, name: str, first: int, output: list[int] | None = None, **sampling: Any) -> Sequence:

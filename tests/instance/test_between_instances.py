@@ -14,7 +14,7 @@ import tiny_models
 from fleet import Books, figures
 from in_process import serving
 from item_bodies import whole_items
-from pictures import noise, png
+from pictures import QUESTIONS, noise, png
 from PIL import Image
 from reference import Reference
 
@@ -133,15 +133,6 @@ async def test_an_answer_goes_on_from_any_token(tmp_path: Path) -> None:
         await Books({"epd": fused.url, "ep": prefill.url, "d": decode.url}).check()
         with pytest.raises(InvalidRequest):
             await fused.require_prefiller().prefill(msgspec.structs.replace(request(n=2), generated=[5]))
-
-
-QUESTIONS: list[tuple[str, list[Image.Image]]] = [
-    ("Say apple", []),
-    ("What is this?", [noise(1)]),
-    ("What is in the picture?", [noise(2, (60, 140)), noise(3, (90, 90))]),
-    ("Where is it?", [noise(4, (90, 70))]),
-    ("What is 2 + 3?", []),
-]
 
 
 async def test_a_small_decode_instance_answers_all_at_once(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,9 +18,9 @@ from servers import served
 from epd_serve.errors import InstanceFailed, InstanceUntrusted, ServeError
 from epd_serve.instance.calls import Peers
 from epd_serve.protocol import wire
-from epd_serve.rpc.cluster import CLUSTER_KEY, address_text
+from epd_serve.rpc.cluster import CLUSTER_KEY, Service, address_text
 from epd_serve.rpc.link import Link
-from epd_serve.rpc.messages import OPENING, Hello, Proof, Welcome, pack, pack_call
+from epd_serve.rpc.messages import LENGTH, OPENING, Hello, Proof, Welcome, pack, pack_call
 from epd_serve.rpc.server import Reply
 
 KEY = "0123456789abcdef-"
@@ -27,19 +28,25 @@ SECRET = "what the client asked"
 
 
 @contextlib.asynccontextmanager
-async def guarded(key: str = KEY, own: str = "") -> AsyncIterator[str]:
-    """URL of an instance with that key, which answers everything with what it was sent."""
+async def guarded(key: str = KEY, own: str = "", service: Service = "instance") -> AsyncIterator[str]:
+    """URL of a server with that key, which answers everything with what it was sent."""
 
     async def answer(body: bytes) -> Reply:
         return Reply(body=body)
 
     calls = ("/health", "/health/live", "/metrics", "/info", "/kv/renew", "/prompt/detokenize")
-    async with served(link_server(dict.fromkeys(calls, answer), key, lambda: own)) as url:
+    async with served(link_server(dict.fromkeys(calls, answer), key, lambda: own, service)) as url:
         yield url
 
 
 class Between:
-    """Passes bytes on between its callers and ``url``, if any, and keeps them; else it answers ``said``."""
+    """Passes bytes on between its callers and ``url``, if any, and keeps them; else it answers ``said``.
+
+    Attributes:
+        meant: replaces the server that its callers mean to greet.
+    """
+
+    meant = ""
 
     def __init__(self, url: str = "", said: bytes = b"") -> None:
         self._target = url.removeprefix("http://").split(":") if url else None
@@ -55,6 +62,9 @@ class Between:
                 if out is None:
                     writer.write(self._said)
                 else:
+                    if self.meant and data.startswith(OPENING):
+                        hello = msgspec.msgpack.decode(data[len(OPENING) + LENGTH.size :], type=Hello)
+                        data = OPENING + bytes(pack(Hello(hello.nonce, self.meant)))
                     out[1].write(data)
         except ConnectionError:
             pass
@@ -77,8 +87,8 @@ async def listening(between: Between) -> AsyncIterator[str]:
     server.close()
 
 
-async def asked(url: str, key: str | None = KEY) -> bytes:
-    async with Link("d0", url, key) as link:
+async def asked(url: str, key: str | None = KEY, service: Service = "instance") -> bytes:
+    async with Link("d0", url, key, service) as link:
         return await link.ask("/kv/renew", [SECRET.encode()])
 
 
@@ -126,13 +136,26 @@ async def test_callers_hear_an_instance_that_has_their_key_alone(monkeypatch: py
         with pytest.raises(ServeError) as refused:
             await asked(url, None)
         assert refused.value.status == 500, "another instance may have the key"
-        for target in (url, other):  # who passes the greeting on proves nothing
-            between = Between(target)
-            async with listening(between) as through:
-                with pytest.raises(InstanceUntrusted):
-                    await asked(through)
-            assert SECRET.encode() not in between.heard
     await peers.close()
+
+
+@pytest.mark.parametrize("rewritten", [False, True])
+@pytest.mark.parametrize("asked_for", ["instance", "admin"])
+@pytest.mark.parametrize(
+    ("key", "service"), [(KEY, "instance"), (KEY, "admin"), ("another-key-of-somebody", "instance")]
+)
+async def test_who_passes_a_greeting_on_proves_nothing(
+    key: str, service: Service, asked_for: Service, rewritten: bool
+) -> None:
+    async with guarded(key, service=service) as url:
+        between = Between(url)
+        async with listening(between) as through:
+            if rewritten:  # so that the target takes itself for the one that is meant
+                between.meant = f"{service} {url.removeprefix('http://')}"
+            with pytest.raises(InstanceUntrusted, match="another key" if rewritten else "a proxy in between"):
+                await asked(through, service=asked_for)
+        assert between.heard.startswith(OPENING) and len(between.heard) < 200
+        assert SECRET.encode() not in between.heard
 
 
 async def test_a_proof_holds_at_the_advertised_address_and_on_its_own_connection_alone():

@@ -211,14 +211,6 @@ async def test_an_announcement_is_one_read_of_what_is_still_wanted(bench: Bench)
     assert not taken.transfer_ids and bench.transport.num_reads == 2, "a first contact reads nothing"
 
 
-async def test_nothing_is_read_into_blocks_of_others(bench: Bench) -> None:
-    bench.transport.go_on.set()
-    reply = await bench.decode.reserve(reserve())
-    assert not (await bench.decode.read_kv(announcement([*reply.block_ids, 9]))).transfer_ids
-    assert not (await bench.decode.read_kv(announcement(reply.block_ids, "another"))).transfer_ids
-    assert not bench.memory.landed
-
-
 @pytest.mark.parametrize("end", ["P hangs up", "the client leaves", "the lease ends"])
 async def test_blocks_are_kept_while_they_are_read_into(bench: Bench, end: str) -> None:
     task = await bench.begin()

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import tiny_models
 from chip.accelerator import ChipDevice
-from fleet import Books, wait_until
+from fleet import Books
 from http_client import http_client
 from in_process import serving
+from program import wait_until
 from prompts import completion
 
 from device.registry import get_device

@@ -2,7 +2,9 @@
 
 import json
 import time
+from functools import partial
 
+import grammars
 import pytest
 from transformers import AutoTokenizer
 
@@ -92,13 +94,7 @@ def object_of(more):
     return {"type": "object", "required": ["b"], **more, "properties": properties}
 
 
-def accepts(constraint, text):
-    ids = TOKENIZER.encode(text, add_special_tokens=False)
-    masks = [constraint.fork().allowed(ids[:count]) for count in range(len(ids) + 1)]
-    return all(
-        mask[token // 32] >> token % 32 & 1
-        for mask, token in zip(masks, [*ids, TOKENIZER.eos_token_id], strict=True)
-    )
+accepts = partial(grammars.accepts, tokenizer=TOKENIZER)
 
 
 async def test_what_cannot_be_enforced_is_left_out_and_the_rest_is_enforced(compiler):

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from garbage import garbage
 from hand_off import REGION, Peers, Tokenizer, handoff, prefill_service
+from program import until
 from prompts import completion
 
 from epd_serve.engine.engine import Outbox, PromptEvent, SampledToken
@@ -164,9 +165,7 @@ async def test_a_transfer_that_was_stopped_is_not_completed(bench: Bench) -> Non
     bench.engine.outbox.receivers["r"].feed(PromptEvent(sequence, [(SampledToken(5), None)]))
     reply = await working
     bench.peers.answers["/kv/renew"] = ServeError("out of memory")
-    async with asyncio.timeout(300):
-        while not transfer.cancelled:  # by the renewal  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: transfer.cancelled)  # by the renewal
     with pytest.raises(BrokenStream):
         _ = [piece async for piece in reply.stream]
     await bench.clean_ups.finish()

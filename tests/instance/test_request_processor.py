@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 
 import pytest
+from program import until
 
 from epd_serve.errors import PREPARATION_FULL, Overloaded
 from epd_serve.instance.text.request_processor import SLOW_S, Kind, RequestProcessor
@@ -41,12 +42,6 @@ async def processor(gate: Gate) -> AsyncIterator[RequestProcessor]:
     await processor.close()
 
 
-async def until_waiting(processor: RequestProcessor, number: int) -> None:
-    async with asyncio.timeout(30):
-        while processor.num_waiting != number:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-
-
 KINDS: tuple[Kind, ...] = ("text", "media", "grammar")
 
 
@@ -69,7 +64,7 @@ async def test_no_quick_item_waits_for_slow_or_other_ones(
 
 async def test_items_are_served_as_they_came(processor: RequestProcessor, gate: Gate) -> None:
     tasks = [asyncio.create_task(processor.run("media", 0.05, gate.work, str(number))) for number in range(5)]
-    await until_waiting(processor, 4)
+    await until(lambda: processor.num_waiting == 4)
     gate.go.set()
     assert await asyncio.gather(*tasks) == gate.done == ["0", "1", "2", "3", "4"]
 
@@ -99,7 +94,7 @@ async def test_a_place_is_free_when_the_thread_of_its_item_has_ended(
     processor: RequestProcessor, gate: Gate
 ) -> None:
     tasks = [asyncio.create_task(processor.run("text", 0.0, gate.work, str(number))) for number in range(3)]
-    await until_waiting(processor, 2)
+    await until(lambda: processor.num_waiting == 2)
     for task in tasks[:2]:  # one is at work, the other waits
         task.cancel()
     await asyncio.wait(tasks[:2])

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import tiny_models
 from chips import CHIP, little_memory
-from fleet import Books, wait_until
+from fleet import Books
 from in_process import answering, held, serving
 from item_bodies import whole_items
-from program import until
+from program import until, wait_until
 from prompts import completion
 
 from device.registry import get_device

@@ -1,8 +1,7 @@
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,6 +9,7 @@ from typing import Literal
 import psutil
 import pytest
 from own_ports import free_port
+from program import is_alive
 
 from epd_serve.launch import native
 from epd_serve.launch.processes import forking
@@ -60,21 +60,7 @@ class Fakes:
     @property
     def alive(self) -> set[str]:
         """Names of the started processes that still run."""
-        return {name for name, pid in self.pids.items() if _runs(pid)}
-
-    @staticmethod
-    def wait_until(condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "did not happen in time"
-            time.sleep(0.05)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        return {name for name, pid in self.pids.items() if is_alive(pid)}
 
 
 @pytest.fixture

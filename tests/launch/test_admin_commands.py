@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 from answering import answering
+from program import run_cli
 
-from epd_serve import cli
 from epd_serve.launch.processes.runs import Run
 
 LOAD = {"num_waiting": 2, "num_waiting_encodes": 1}
@@ -63,13 +62,11 @@ def url() -> Iterator[str]:
         yield url
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """All that it says; an error behind "epd-serve: "."""
-    monkeypatch.setattr(sys, "argv", ["epd-serve", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
+    code = run_cli(*arguments)
     said = capsys.readouterr()
-    assert (ended.value.code == 0) is (said.err == ""), said.err
+    assert (code == 0) is (said.err == ""), said.err
     return said.out + said.err
 
 
@@ -84,16 +81,12 @@ at most 64 sequences, 2048 tokens: d1
 """
 
 
-def test_the_deployment_of_this_machine_needs_no_port(
-    deployment: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        run(monkeypatch, capsys, "status") == run(monkeypatch, capsys, "status", "--deployment", "8123") == TABLE
-    )
-    shown = msgspec.json.decode(run(monkeypatch, capsys, "status", "-o", "json"))
+def test_the_deployment_of_this_machine_needs_no_port(deployment: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "status") == run(capsys, "status", "--deployment", "8123") == TABLE
+    shown = msgspec.json.decode(run(capsys, "status", "-o", "json"))
     assert shown == {"deployment": "127.0.0.1:8123", **ANSWERS["/instances"], "requests": ANSWERS["/requests"]}
-    assert run(monkeypatch, capsys, "switch", "e0", "D").startswith("e0: E → D in 0.250 s")
-    said = run(monkeypatch, capsys, "status", "--deployment", "9000")
+    assert run(capsys, "switch", "e0", "D").startswith("e0: E → D in 0.250 s")
+    said = run(capsys, "status", "--deployment", "9000")
     assert said == "epd-serve: no running deployment of this user is called 9000; running: 127.0.0.1:8123\n"
 
 
@@ -109,7 +102,7 @@ def test_the_deployment_of_this_machine_needs_no_port(
     ],
 )
 def test_what_is_wrong_is_said_with_what_would_be_right(
-    arguments: tuple[str, ...], said: str, url: str, root: Path, monkeypatch: Any, capsys: Any
+    arguments: tuple[str, ...], said: str, url: str, root: Path, capsys: Any
 ) -> None:
-    text = run(monkeypatch, capsys, "status", *(argument.replace("URL", url) for argument in arguments))
+    text = run(capsys, "status", *(argument.replace("URL", url) for argument in arguments))
     assert said in text and text.startswith("epd-serve: ") and text.count("\n") == 1

@@ -3,20 +3,12 @@ import sys
 
 import pytest
 import torch
+from program import run_cli
 
 from device import registry
 from device.cpu import CpuDevice
 from device.ops.cpu import CpuOps
-from epd_serve import cli
 from epd_serve.demo import weights_dir
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["epd-serve", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
 
 
 @pytest.mark.parametrize(
@@ -43,9 +35,9 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     ],
 )
 def test_what_a_user_got_wrong_is_one_clean_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
 ) -> None:
-    assert run(monkeypatch, *arguments) == 2
+    assert run_cli(*arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("epd-serve: ")
     assert words in captured.err
@@ -61,7 +53,7 @@ def test_devices_are_shown_and_checked(
     monkeypatch.setattr(CpuDevice, "dtypes", (torch.float32,))
     if broken:
         monkeypatch.setattr(CpuOps, "swiglu", lambda ops, gate_up: gate_up[..., : gate_up.shape[-1] // 2])
-    assert run(monkeypatch, "devices", "--check") == broken
+    assert run_cli("devices", "--check") == broken
     output = capsys.readouterr().out
     assert "npu" in output and "not available" in output and "passed" in output
     assert output.count("FAILED") == broken
@@ -86,11 +78,18 @@ HEAVY = {"torch", "transformers", "numpy"}
     ("module", "arguments", "others"),
     [
         ("import proxy.main, epd_serve.launch.up", ["topology", "E-P-D"], HEAVY),
+        ("import device.registry, epd_serve.models.families", ["topology", "E-P-D"], HEAVY),
+        ("import epd_serve.sim.simulator, epd_serve.sim.workloads", ["topology", "E-P-D"], HEAVY),
+        (
+            "import epd_serve.instance.main, epd_serve.instance.loading.shape_model",
+            ["topology", "E-P-D"],
+            HEAVY,
+        ),
         ("", ["up", "-h"], HEAVY | {"aiohttp", "rich"}),
         ("", ["--help"], HEAVY | {"aiohttp", "pydantic", "rich"}),
     ],
 )
-def test_a_command_imports_only_what_it_needs(module: str, arguments: list[str], others: set[str]) -> None:
+def test_only_what_is_needed_is_imported(module: str, arguments: list[str], others: set[str]) -> None:
     program = LEAN.format(module=module, arguments=arguments, others=others)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
@@ -109,7 +108,7 @@ def test_up_takes_a_model_with_options_in_the_words_of_vllm(
 ) -> None:
     monkeypatch.chdir(weights_dir().parent)
     options = ("--served-model-name", "tiny", "--max-model-len", "1000", "--api-key", "secret", "--devices", "cpu")
-    assert run(monkeypatch, "up", weights_dir().name, *options, "--dtype", "float32", "--dry-run") == 0
+    assert run_cli("up", weights_dir().name, *options, "--dtype", "float32", "--dry-run") == 0
     shown = capsys.readouterr().out
     for words in ('"served_model_name": "tiny"', '"max_model_len": 1000', '"dtype": "float32"', " on cpu,"):
         assert words in shown, shown

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fleet import wait_until
+from program import is_alive, wait_until
 
 from epd_serve import lifeline
 
@@ -70,19 +70,12 @@ def supervised(
                     one.kill()
 
 
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE  # nobody may be there to ask for it
-    except psutil.NoSuchProcess:
-        return True
-
-
 def members(group: int) -> list[psutil.Process]:
     """Processes of a group that have not ended."""
     found = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(process.pid) == group and not has_ended(process):
+            if os.getpgid(process.pid) == group and is_alive(process):
                 found.append(process)
     return found
 
@@ -92,7 +85,7 @@ def test_a_killed_supervisor_takes_the_tree_along(session: bool) -> None:
     with supervised(session=session) as (supervisor, program, child):
         assert os.getpgid(child.pid) == program.pid, "the group is the program's"
         supervisor.kill()
-        wait_until(lambda: has_ended(program) and has_ended(child), "the tree has ended")
+        wait_until(lambda: not is_alive(program) and not is_alive(child), "the tree has ended")
         wait_until(lambda: not members(program.pid), "nothing is left of the group")
 
 
@@ -105,7 +98,7 @@ def test_a_program_that_ends_takes_its_children_along(number: signal.Signals | N
             supervisor.stdin.flush()
         else:
             program.send_signal(number)
-        wait_until(lambda: has_ended(child), "the child has ended")
+        wait_until(lambda: not is_alive(child), "the child has ended")
         assert supervisor.poll() is None
 
 
@@ -118,5 +111,5 @@ def test_nothing_stays_in_shared_memory(number: signal.Signals) -> None:
         files = [Path("/dev/shm", memory), Path("/dev/shm", f"sem.{semaphore}")]
         assert all(file.exists() for file in files)
         program.send_signal(number)
-        wait_until(lambda: has_ended(child) and not members(program.pid), "the group has ended")
+        wait_until(lambda: not is_alive(child) and not members(program.pid), "the group has ended")
         assert not any(file.exists() for file in files)

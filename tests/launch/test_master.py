@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fleet import wait_until
+from program import wait_until
 from transports import needs_mooncake
 
 from epd_serve.config import parse_config

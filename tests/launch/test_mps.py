@@ -10,13 +10,11 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 from fake_mps import install
-from program import until
+from program import is_alive, until
 
 from device import mps
 from epd_serve.config import DeploymentConfig, parse_config
@@ -56,12 +54,6 @@ def daemon(environment: Mapping[str, str]) -> int:
     return int(file.read_text() or 0) if file.exists() else 0
 
 
-def lives(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
-
-
 async def test_a_deployment_has_its_own_daemon_before_its_instances(
     config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -85,12 +77,12 @@ async def test_a_deployment_has_its_own_daemon_before_its_instances(
         os.kill(first, signal.SIGKILL)
         await until(lambda: daemon(environment) not in (0, first))
         second = daemon(environment)
-        assert supervisor.num_deaths == 1 and lives(second) and not lives(first)
+        assert supervisor.num_deaths == 1 and is_alive(second) and not is_alive(first)
         await until(lambda: f"MPS is running as process {second}" in (tmp_path / "mps.log").read_text())
         assert f"MPS process {first} has ended" in (tmp_path / "mps.log").read_text()
     finally:
         await supervisor.stop()
-    assert not lives(second) and daemon(environment) == 0
+    assert not is_alive(second) and daemon(environment) == 0
 
 
 CLIENT = """
@@ -111,7 +103,7 @@ async def test_it_ends_with_the_process_that_keeps_it_however_that_ends(
     pid = daemon(environment)
     keeper.kill()
     await keeper.wait()
-    await until(lambda: not lives(pid))
+    await until(lambda: not is_alive(pid))
     assert daemon(environment) == 0
 
 
@@ -126,7 +118,7 @@ async def test_a_daemon_of_somebody_else_is_used_and_not_ended(
     encode, language = begin(config, theirs, tmp_path)
     assert encode.environment[mps.PIPES] == language.environment[mps.PIPES] == str(tmp_path / "theirs")
     assert mps_note(config, theirs, config.placement()) == f"MPS: on, by the daemon in {tmp_path / 'theirs'}"
-    assert lives(daemon(theirs))
+    assert is_alive(daemon(theirs))
 
 
 def test_shares_without_mps_are_refused_and_no_shares_need_none(

@@ -16,9 +16,9 @@ import httpx
 import psutil
 import pytest
 from chat import chat
-from fleet import wait_until
 from own_ports import free_port
 from pictures import noise
+from program import wait_until
 
 from epd_serve.config import parse_config
 from epd_serve.config.keys import ADMIN_KEY

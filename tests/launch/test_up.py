@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program import read_until
+from program import read_until, wait_until
 
 FAKE_PROGRAM = Path(__file__).parent / "fake_program.py"
 PROGRAM = f"""
@@ -108,7 +108,7 @@ def test_it_runs_on_when_nobody_reads_its_news_and_its_terminal_ends(fakes: Any)
     try:
         with up(fakes, stdout=writer) as process:
             os.close(writer)
-            fakes.wait_until(lambda: fakes.alive == NAMES)
+            wait_until(lambda: fakes.alive == NAMES, "they run")
             process.send_signal(signal.SIGHUP)
             time.sleep(1)
             assert process.poll() is None and fakes.alive == NAMES
@@ -148,4 +148,4 @@ def test_killing_the_supervisor_takes_its_processes_along(fakes: Any) -> None:
         assert fakes.alive == NAMES
         process.kill()
         process.wait()
-        fakes.wait_until(lambda: not fakes.alive)
+        wait_until(lambda: not fakes.alive, "they have ended")

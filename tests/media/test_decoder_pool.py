@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import resource
 import signal
@@ -16,11 +15,10 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import psutil
 import pytest
-from pictures import LIMITS, noise
+from pictures import LIMITS, noise, saved, with_scans
 from PIL import Image
 from places import FakePlace, decoders, until_idle
 
@@ -31,17 +29,9 @@ from epd_serve.media.picture import FORMATS, low_detail_size, open_image
 WIDE = replace(LIMITS, max_pixels=1 << 28, max_bytes=1 << 28)
 
 
-def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
 def endless(size: tuple[int, int] = (4000, 3000), scans: int = 90) -> bytes:
     """A small progressive JPEG that passes all counts and takes seconds to decode."""
-    data = saved(Image.new("RGB", size, "teal"), "JPEG", progressive=True)
-    last, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
-    return data[:end] + data[last:end] * (scans - 10) + data[end:]
+    return with_scans(Image.new("RGB", size, "teal"), scans - 10)
 
 
 ENDLESS = endless()

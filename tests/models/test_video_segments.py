@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from clips import moving
+from clips import Clip, clip, moving
+from engine_bench import EngineBench
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from reference import Reference
 from torch import Tensor
 from transformers import Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
 
@@ -21,6 +23,7 @@ from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.models.video_processor import VideoProcessor
 from epd_serve.protocol.wire import MediaRef
+from epd_serve.sched.schedule import Budget
 from epd_serve.types import AS_THE_MODEL, VideoFacts, VideoSampling
 
 PROCESSORS = [
@@ -76,13 +79,16 @@ def inputs_of(processor: VideoProcessor, item: MediaRef, frames: Any) -> dict[st
     return inputs.finish()
 
 
-@pytest.mark.parametrize(
+KINDS = pytest.mark.parametrize(
     "kind",
     [
         *("qwen2_5_vl", "qwen3_vl", "gemma4"),
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_5", *tiny_models.OMNI_KINDS)),
     ],
 )
+
+
+@KINDS
 def test_inputs_and_features_of_segments_are_those_of_the_video(kind: str, tmp_path: Path) -> None:
     """Inputs to the bit. A tower multiplies matrices of fewer rows, which may round in another way."""
     path = tiny_models.make_tiny_model(kind, tmp_path / kind)
@@ -105,3 +111,17 @@ def test_inputs_and_features_of_segments_are_those_of_the_video(kind: str, tmp_p
     joined = torch.cat([tower.encode([part])[0] for part in parts])
     torch.testing.assert_close(joined, feature, rtol=1e-4, atol=3e-5)
     assert [len(tower.encode([part])[0]) for part in parts] == [family.num_tokens(one) for one in segments]
+
+
+@KINDS
+def test_tokens_of_a_video_in_segments_are_those_of_generate(kind: str, tmp_path: Path) -> None:
+    """Gemma's file takes two frames: the third segment has none."""
+    path, text = tiny_models.make_tiny_model(kind, tmp_path / kind), "What happens?"
+    video = Clip(clip(1, 24, (96, 64), fps=6))
+    bench = EngineBench(path, Budget(max_num_tokens=20, max_num_seqs=4))
+    bench.encode([video], num_segments=3)
+    assert len(bench.features) == (2 if kind == "gemma4" else 3)
+    bench.engine.submit(bench.sequence("video", text, [video], num_segments=3))
+    assert bench.collect(1)["video", 0] == Reference(path).generate(text, videos=[video], max_tokens=12)
+    bench.check_idle()
+    bench.close()

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from metrics import metric_sums
 from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -78,12 +79,7 @@ async def test_every_metric_of_the_board_is_in_metrics(observed, ask):
 async def test_metrics_follow_a_request(observed, ask):
     async def figures():
         async with observed.session.get(f"{observed.url}/metrics") as response:
-            families = text_string_to_metric_families(await response.text())
-            sums = {}
-            for family in families:
-                for sample in family.samples:
-                    sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
-            return sums
+            return metric_sums(await response.text())
 
     before = await figures()
     await ask(stream=True, max_tokens=6)

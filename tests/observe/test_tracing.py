@@ -1,6 +1,5 @@
 """Spans of gateway and instances meet in one trace at a collector that speaks OTLP/HTTP."""
 
-import asyncio
 import gzip
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -9,6 +8,8 @@ from unittest.mock import Mock
 import in_process
 import pytest
 from aiohttp import web
+from program import until
+from servers import answered
 
 from epd_serve.telemetry.otel import StageExport, span_export
 from epd_serve.telemetry.span import Span
@@ -26,6 +27,7 @@ class Collector:
         self.spans = []
 
     async def take(self, request):
+        assert request.path == "/v1/traces"
         body = await request.read()
         if request.headers.get("content-encoding") == "gzip" and body[:2] == b"\x1f\x8b":
             body = gzip.decompress(body)
@@ -41,16 +43,9 @@ class Collector:
 
 @asynccontextmanager
 async def collecting():
-    collector, app = Collector(), web.Application()
-    app.router.add_post("/v1/traces", collector.take)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield collector, f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    collector = Collector()
+    async with answered(collector.take) as port:
+        yield collector, f"http://127.0.0.1:{port}"
 
 
 async def test_one_request_is_one_trace_over_all_instances(monkeypatch):
@@ -71,9 +66,8 @@ async def test_one_request_is_one_trace_over_all_instances(monkeypatch):
             quiet = {"traceparent": f"00-{TRACE[::-1]}-{CALLER}-00"}
             await running.post("/v1/completions", {"model": "demo", "prompt": "a", "max_tokens": 2}, headers=quiet)
             with suppress(TimeoutError):
-                async with asyncio.timeout(60):  # each process exports its own, whenever its turn comes
-                    while not {span.name for _, span in collector.spans} >= NAMES:  # noqa: ASYNC110
-                        await asyncio.sleep(0.05)
+                # each process exports its own, whenever its turn comes
+                await until(lambda: {span.name for _, span in collector.spans} >= NAMES, 60)
             assert {span.name for _, span in collector.spans} >= NAMES
             await running.settle()
     by_name = {span.name: (source, span) for source, span in collector.spans}

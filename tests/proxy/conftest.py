@@ -22,6 +22,7 @@ from gateway_settings import gateway_settings
 from instance_info import instance_info
 from item_bodies import whole_items
 from PIL import Image
+from program import until
 from servers import QuietServer
 
 from epd_serve.errors import ServeError
@@ -341,13 +342,7 @@ class Gateway:
         async with self.session.get(self.url + path) as response:
             return await response.text()
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition; fails after some minutes."""
-        for _ in range(60_000):
-            if condition():
-                return
-            await asyncio.sleep(0.005)
-        raise AssertionError("the condition did not come true")
+    until = staticmethod(until)
 
     async def settle(self) -> None:
         """Wait until no call is in flight."""

@@ -12,6 +12,8 @@ from aiohttp import web
 from gateway_settings import gateway_settings
 from hypothesis import given
 from hypothesis import strategies as st
+from program import until
+from servers import answered
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.protocol.openai.messages import MediaSource
@@ -90,14 +92,8 @@ async def site():
                 return response
         raise web.HTTPNotFound
 
-    application = web.Application()
-    application.router.add_route("GET", "/{path:.*}", answer)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "0.0.0.0", 0)
-    await site.start()
-    yield runner.addresses[0][1], hits
-    await runner.cleanup()
+    async with answered(answer, host="0.0.0.0") as port:
+        yield port, hits
 
 
 def fetcher(timeout_s=60.0, max_bytes=5000, **media):
@@ -309,8 +305,7 @@ async def test_dead_names_of_one_request_hold_up_no_other(site, monkeypatch):
         for letter in "ab":
             urls = [f"http://dead-{letter}-{number}.example:{port}/image" for number in range(60)]
             loads.append(loop.create_task(loader.load([MediaSource(url=url, param="") for url in urls])))
-        while len(dead) < 8:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: len(dead) >= 8)
         for host in ("good.example", "127.0.0.1"):
             assert await fetch.fetch(f"http://{host}:{port}/image") == b"picture"
         assert (await loop.getaddrinfo("good.example", port))[0][4][0] == "127.0.0.1", "an instance's name"

@@ -17,6 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from links import link_server, linked
 from own_ports import free_port
+from program import until
 from servers import served
 
 from epd_serve.errors import InstanceLost, InstanceUnreachable, InstanceUntrusted, InvalidRequest, TooLarge
@@ -136,12 +137,6 @@ async def whole(call):
             return await call.read()
     finally:
         call.close()
-
-
-async def until(condition):
-    async with asyncio.timeout(100):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_calls_at_once_share_a_connection_and_each_has_its_answer(server, to):

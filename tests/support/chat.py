@@ -1,8 +1,9 @@
-"""Bodies of chat requests."""
+"""Bodies of chat requests, and their streamed answers."""
 
 from __future__ import annotations
 
 import base64
+import json
 from typing import Any
 
 from pictures import png
@@ -22,3 +23,10 @@ def chat(text: str, *images: Image.Image | bytes | str, **fields: Any) -> dict[s
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     content: Any = [*parts, {"type": "text", "text": text}] if images else text
     return {"model": "demo", "messages": [{"role": "user", "content": content}], "temperature": 0, **fields}
+
+
+def stream_events(text: str, *, has_end: bool = True) -> list[Any]:
+    """The events of a whole stream; ``has_end``: as OpenAI's chats and completions end, with ``[DONE]``."""
+    data = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
+    assert not has_end or data.pop() == "[DONE]", text
+    return [json.loads(one) for one in data]

@@ -16,6 +16,7 @@ from clips import LIMITS as CLIP_LIMITS
 from clips import Clip
 from msgspec.structs import replace
 from PIL import Image
+from program import wait_until
 from sounds import LIMITS as SOUND_LIMITS
 from sounds import Sound
 
@@ -165,9 +166,11 @@ class EngineBench:
         max_tokens: int | None = 12,
         n: int = 1,
         hand_off: bool = False,
+        num_segments: int = 1,
         **sampling: Any,
     ) -> Sequence:
-        items = [_item(medium) for medium in media]
+        """A request's sequence; ``num_segments``: of each medium, a video if there is more than one."""
+        items = [replace(_item(medium), num_segments=num_segments) for medium in media]
         request = wire.PrefillRequest(
             request_id=name,
             output=wire.OutputOptions(kind="chat", id=name, created=0, model="m"),
@@ -189,11 +192,15 @@ class EngineBench:
         sequence.hand_off = hand_off
         return sequence
 
-    def encode(self, media: Collection[Medium]) -> None:
-        items = [_item(medium) for medium in media]
-        inputs = [self._inputs(medium, item) for medium, item in zip(media, items, strict=True)]
-        for item, feature in zip(items, self.tower.encode(inputs), strict=True):
-            self.features[item.mm_hash] = feature
+    def encode(self, media: Collection[Medium], num_segments: int = 1) -> None:
+        parts = [
+            (medium, part)
+            for medium in media
+            for part in self.processor.segments([replace(_item(medium), num_segments=num_segments)])
+        ]
+        inputs = [self._inputs(medium, part) for medium, part in parts]
+        for (_, part), feature in zip(parts, self.tower.encode(inputs), strict=True):
+            self.features[part.mm_hash] = feature
         self.engine.wake()
 
     def _inputs(self, medium: Medium, item: wire.MediaRef) -> TowerInputs:
@@ -219,11 +226,10 @@ class EngineBench:
         return tokens
 
     def check_idle(self) -> None:
-        deadline = time.monotonic() + 10
-        while self.pool.num_free < self.pool.capacity - self.num_held and time.monotonic() < deadline:
-            time.sleep(0.01)
+        num_usable = self.pool.capacity - self.num_held
+        wait_until(lambda: self.pool.num_free >= num_usable, "all blocks are free", 10)
         self.pool.check_integrity()
-        assert self.pool.num_free == self.pool.capacity - self.num_held, "blocks leaked"
+        assert self.pool.num_free == num_usable
 
 
 def _item(medium: Medium) -> wire.MediaRef:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from http_client import http_client
-from prometheus_client.parser import text_string_to_metric_families
+from metrics import metric_sums
+from program import until
 from servers import served
 
 from benchmarks.ablations.processes import ablated
@@ -81,27 +81,13 @@ async def gateway(instances: Mapping[str, str], *, config: dict[str, Any] | None
     host = "127.0.0.1"
     app = create_app(GatewaySettings.of(DeploymentConfig.model_validate(config or {}), host), [*instances.items()])
     async with served(new_server(app, host, 0)) as url, http_client() as client:
-        async with asyncio.timeout(300):
-            while True:
-                known = (await client.get(f"{url}/health")).json()["instances"].values()
-                if all(one["ready"] for one in known):
-                    break
-                await asyncio.sleep(0.02)
+
+        async def is_ready() -> bool:
+            known = (await client.get(f"{url}/health")).json()["instances"].values()
+            return all(one["ready"] for one in known)
+
+        await until(is_ready)
         yield url
-
-
-def is_up(url: str) -> bool:
-    try:
-        return httpx.get(url, verify=False).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 300) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
 
 
 async def until_decoding(url: str, *asked: asyncio.Task[Any]) -> bool:
@@ -117,13 +103,7 @@ async def until_decoding(url: str, *asked: asyncio.Task[Any]) -> bool:
 async def figures(url: str) -> dict[str, float]:
     """The sum of each metric of an instance over its labels."""
     async with http_client() as client:
-        text = (await client.get(f"{url}/metrics")).text
-    sums: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            name = sample.name.removeprefix("epd_serve_instance_")
-            sums[name] = sums.get(name, 0.0) + sample.value
-    return sums
+        return metric_sums((await client.get(f"{url}/metrics")).text, "epd_serve_instance_")
 
 
 @dataclass(frozen=True)

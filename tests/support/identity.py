@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pictures
+from chat import stream_events
 from clips import Clip, clip
 from fleet import Books, deployed, gateway
 from http_client import http_client
@@ -69,16 +70,7 @@ class Question:
         return {"chat_template_kwargs": variables, **({"tools": tools, "tool_choice": "none"} if tools else {})}
 
 
-QUESTIONS = (
-    Question("What is this?", (noise(1),)),
-    Question("Say apple"),
-    Question("What is in the picture?", (noise(2, (60, 140)), noise(3, (90, 90)))),
-    Question("What color is the circle?", (noise(1),)),
-    Question("Repeat: " + "apple banana " * 20),
-    Question("What is in the picture?", (noise(3, (90, 90)), noise(2, (60, 140)))),
-    Question("Where is it?", (noise(4, (200, 70)),)),
-    Question("What is 2 + 3?"),
-)
+QUESTIONS = tuple(Question(text, tuple(images)) for text, images in pictures.QUESTIONS)
 
 #: For models whose processors take them: the first picture again, smaller and larger.
 BOUNDED_QUESTIONS = tuple(
@@ -215,11 +207,6 @@ async def answer_whole(client: httpx.AsyncClient, body: dict[str, Any]) -> list[
 
 
 async def _stream(client: httpx.AsyncClient, body: dict[str, Any]) -> list[int]:
-    tokens: list[int] = []
-    async with client.stream("POST", CHATS, json=body) as answer:
-        assert answer.status_code == 200, await answer.aread()
-        lines = [line async for line in answer.aiter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    for line in lines[:-1]:
-        tokens += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
-    return tokens
+    answer = await client.post(CHATS, json=body)
+    assert answer.status_code == 200, answer.text
+    return [token for event in stream_events(answer.text) for token in event["choices"][0]["token_ids"]]

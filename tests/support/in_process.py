@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +11,9 @@ from typing import Any
 
 import aiohttp
 import uvicorn
+from chat import stream_events
 from gateway_settings import gateway_settings
+from program import until
 from servers import served
 
 from epd_serve.config import InstanceOptions, ShapeConfig
@@ -86,9 +87,8 @@ class Deployment:
         """The events of a streamed answer, without ``[DONE]``."""
         async with self.session.post(self.url + path, json=body | {"stream": True}) as response:
             assert response.status == 200, await response.text()
-            blocks = [block.splitlines()[-1] for block in (await response.text()).split("\n\n") if block]
-        data = [block.removeprefix("data: ") for block in blocks]
-        return [json.loads(one) for one in data if one != "[DONE]"]
+            text = await response.text()
+        return stream_events(text, has_end="data: [DONE]" in text)
 
     async def settle(self, timeout_s: float = 300) -> None:
         """Wait until nothing is in use; the books must balance."""
@@ -126,8 +126,6 @@ async def deployment(
         )
         url = await stack.enter_async_context(served(new_server(app, "127.0.0.1", 0)))
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        async with asyncio.timeout(120):
-            table = app.state.gateway.fleet.table  # else P encodes what E would
-            while not all(record.ready for record in table):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        table = app.state.gateway.fleet.table  # else P encodes what E would
+        await until(lambda: all(record.ready for record in table), 120)
         yield Deployment(url, instances, session, app)

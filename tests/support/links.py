@@ -10,6 +10,7 @@ import uvicorn
 from servers import served
 
 from epd_serve.instance.calls import LookApp
+from epd_serve.rpc.cluster import Service
 from epd_serve.rpc.server import Handler, LinkService
 
 
@@ -17,12 +18,13 @@ def link_server(
     calls: Mapping[str, Handler],
     key: str | None = None,
     own_address: Callable[[], str] = lambda: "",
+    service: Service = "instance",
     **options: Any,
 ) -> uvicorn.Server:
     """A server as an instance has it; ``options`` are uvicorn's."""
-    service = LinkService(calls=calls, key=key, own_address=own_address)
+    proven = LinkService(calls=calls, key=key, own_address=own_address, service=service)
     config: dict[str, Any] = {"port": 0, "lifespan": "off", "log_config": None, "timeout_graceful_shutdown": 1}
-    return uvicorn.Server(uvicorn.Config(LookApp(service), http=service.protocol, **(config | options)))
+    return uvicorn.Server(uvicorn.Config(LookApp(proven), http=proven.protocol, **(config | options)))
 
 
 @asynccontextmanager

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 
 from mooncake_master import Master
 from transports import make_transport, mooncake_options
@@ -63,13 +61,6 @@ async def put_when_back(store: MooncakeFeatureStore, key: str) -> FeatureEvent:
             return event
         await asyncio.sleep(0.2)
     raise AssertionError("the store does not come back")
-
-
-async def until(found: Callable[[], bool], what: str, timeout_s: float = 300.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not found():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.1)
 
 
 def raw_client(store: MooncakeFeatureStore) -> StoreClient:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import time
 from multiprocessing.connection import Connection
 
-import httpx
+from http_client import is_up
 from own_ports import free_port
+from program import wait_until
 from transports import make_transport, mooncake_options
 
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
@@ -31,10 +31,7 @@ class Master:
         self._process = subprocess.Popen(
             [*command, f"--default_kv_lease_ttl={int(LEASE_S * 1000)}"], stderr=subprocess.DEVNULL
         )
-        deadline = time.monotonic() + 300
-        while not self._is_up():
-            assert time.monotonic() < deadline, "mooncake_master does not start"
-            time.sleep(0.05)
+        wait_until(lambda: is_up(f"http://127.0.0.1:{self._http_port}/health"), "mooncake_master starts")
 
     def send_signal(self, number: int) -> None:
         assert self._process is not None
@@ -46,12 +43,6 @@ class Master:
             self._process.kill()
             self._process.wait()
             self._process = None
-
-    def _is_up(self) -> bool:
-        try:
-            return httpx.get(f"http://127.0.0.1:{self._http_port}/health", verify=False).status_code == 200
-        except httpx.TransportError:
-            return False
 
 
 def put_and_wait(master: str, key: str, data: bytes, connection: Connection) -> None:

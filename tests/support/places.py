@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import psutil
+from program import is_alive, until
 
 
 class FakePlace:
@@ -38,15 +39,8 @@ def decoders() -> list[int]:
         for server in _servers()
         if server.pid not in _others
         for worker in server.children()
-        if _is_alive(worker)
+        if is_alive(worker)
     ]
-
-
-def _is_alive(worker: psutil.Process) -> bool:
-    try:
-        return bool(worker.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:  # it has ended since it was listed
-        return False
 
 
 def _servers() -> list[psutil.Process]:
@@ -55,6 +49,4 @@ def _servers() -> list[psutil.Process]:
 
 async def until_idle() -> None:
     """Return when no file is being decoded."""
-    async with asyncio.timeout(60):
-        while decoders():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not decoders(), 60)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -92,3 +92,14 @@ class Reference:
 def reference_of(path: Path) -> Reference:
     """The reference of a model that several tests of a process share."""
     return Reference(path)
+
+
+def logprobs_of(path: Path) -> Callable[[list[int]], torch.Tensor]:
+    """A function from a prompt's tokens to the log-probabilities [tokens, vocab] behind each."""
+    model: Any = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    def logprobs(ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0], dim=-1)
+
+    return logprobs

@@ -19,8 +19,10 @@ from typing import Any
 
 import httpx
 import psutil
-from chat import chat, data_url
+from chat import chat, data_url, stream_events
 from clips import clip
+from http_client import is_up
+from metrics import metric_sums
 from own_ports import free_port
 from pictures import noise
 from prometheus_client.parser import text_string_to_metric_families
@@ -100,12 +102,8 @@ def ask(url: str, body: Mapping[str, Any], *, stream: bool = False, timeout_s: f
 
 def streamed_tokens(events: Iterable[str]) -> Tokens:
     """The text of all events of an answer."""
-    lines = [line for line in events if line]
-    assert lines[-1] == "data: [DONE]"
-    found: Tokens = []
-    for line in lines[:-1]:
-        found += tokens_of(json.loads(line.removeprefix("data: "))["choices"][0].get("logprobs"))
-    return found
+    choices = [event["choices"][0] for event in stream_events("\n".join(events))]
+    return [token for choice in choices for token in tokens_of(choice.get("logprobs"))]
 
 
 def tokens_of(logprobs: dict[str, Any] | None) -> Tokens:
@@ -133,13 +131,8 @@ def check_all(url: str, bodies: list[dict[str, Any]], expected: list[Tokens], *,
 
 def figures(url: str) -> dict[str, float]:
     """vLLM's metrics, by name and by source or event where they have one."""
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", trust_env=False, timeout=60).text):
-        for sample in family.samples:
-            key = sample.name.removeprefix("vllm:")
-            key += "".join(f" {sample.labels[label]}" for label in ("source", "event") if label in sample.labels)
-            found[key] = found.get(key, 0.0) + sample.value
-    return found
+    text = httpx.get(f"{url}/metrics", trust_env=False, timeout=60).text
+    return metric_sums(text, "vllm:", "source", "event")
 
 
 @contextmanager
@@ -169,7 +162,7 @@ def monolith(python: str, model: Path, log: Path) -> Iterator[str]:
         )
     try:
         deadline = time.monotonic() + READY_TIMEOUT_S
-        while not _is_up(url):
+        while not is_up(f"{url}/health"):
             assert process.poll() is None, log.read_text()[-3000:]
             assert time.monotonic() < deadline, log.read_text()[-3000:]
             time.sleep(0.2)
@@ -320,10 +313,3 @@ def _ready(process: subprocess.Popen[str]) -> Deployment:
             return Deployment(found[1], gateway["instances"], admin, logs, process)
     timer.cancel()
     raise AssertionError(f"it ended: {output}")
-
-
-def _is_up(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False

@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from program import run_cli
 
 from epd_serve.telemetry.breakdown import read_traces, summary
 from epd_serve.telemetry.span import DECODE_QUEUE, FEATURE_WAIT, PREFILL_QUEUE, STAGES, Span, Timeline, Value
@@ -171,24 +171,16 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pyt
     assert 1 <= len([event for event in read_traces(tmp_path).events if event["ph"] == "X"]) < 10
 
 
-def figures(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    from epd_serve import cli
+def test_the_command_joins_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def figures(*arguments: str) -> str:
+        assert run_cli("trace", str(tmp_path / "traces"), *arguments) == 0
+        return capsys.readouterr().out
 
-    monkeypatch.setattr(sys, "argv", ["epd-serve", "trace", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert not ended.value.code
-    return capsys.readouterr().out
-
-
-def test_the_command_joins_and_prints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     serve_one(tmp_path / "traces")
     output = tmp_path / "trace.json"
-    table = figures([str(tmp_path / "traces"), "-o", str(output)], monkeypatch, capsys)
+    table = figures("-o", str(output))
     assert "decode execute" in table and "10000.00" in table
     assert json.loads(output.read_bytes())["displayTimeUnit"] == "ms"
-    found = json.loads(figures([str(tmp_path / "traces"), "--json"], monkeypatch, capsys))
+    found = json.loads(figures("--json"))
     assert found["num_requests"] == 1
     assert found["rows"]["stages"]["mean_ms"] == pytest.approx(17900)

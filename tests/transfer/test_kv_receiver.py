@@ -2,31 +2,15 @@
 
 from collections import Counter
 
+from hand_off import reserve
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.protocol.wire import KVLayout, Region, ReserveRequest
 from epd_serve.transfer.kv_receiver import KVReceiver
 
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
-IDS = st.sampled_from([f"t{i}" for i in range(6)])
+IDS = st.sampled_from([f"transfer {i}" for i in range(6)])
 LEASE_S = 5.0
-REGION = Region(name="kv", nbytes=8, host_id="h", pid=1, fd=1, host="", port=0)
-
-
-def request(transfer_id: str) -> ReserveRequest:
-    return ReserveRequest(
-        transfer_id=transfer_id,
-        request_id=f"request of {transfer_id}",
-        num_prompt_tokens=6,
-        max_tokens=3,
-        num_sequences=1,
-        block_hashes=[],
-        layout=LAYOUT,
-        lease_s=LEASE_S,
-        region=REGION,
-    )
 
 
 class ReservationMachine(RuleBasedStateMachine):
@@ -48,7 +32,7 @@ class ReservationMachine(RuleBasedStateMachine):
 
     @rule(transfer_id=IDS)
     def reserve(self, transfer_id: str) -> None:
-        reservation = self.table.open(request(transfer_id), self.now)
+        reservation = self.table.open(reserve(transfer_id[-1], 6, lease_s=LEASE_S), self.now)
         assert (reservation is None) == (transfer_id in self.ended)
         if reservation is None or transfer_id in self.blocks:
             return
@@ -119,7 +103,7 @@ class ReservationMachine(RuleBasedStateMachine):
 
     @rule(transfer_id=IDS)
     def abandon(self, transfer_id: str) -> None:
-        self.table.abandon(f"request of {transfer_id}")
+        self.table.abandon(transfer_id[-1])
         if transfer_id in self.pending or transfer_id in self.blocks:
             self._is_given_up(transfer_id)
 

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from mooncake_instances import MEBIBYTE, Instances, other_of, put, put_when_back, raw_client, until
+from mooncake_instances import MEBIBYTE, Instances, other_of, put, put_when_back, raw_client
 from mooncake_master import Master
+from program import until
 from transports import HAS_MOONCAKE, TIMEOUT_S, make_transport
 
 from epd_serve.protocol.wire import FeatureEvent
@@ -92,7 +93,7 @@ async def test_a_store_that_hangs_in_a_put_is_waited_for_once(instances: Instanc
         assert [event.store for event in events] == [""] * 3
         assert [store.fetch(event) for event in events] == [name.encode() for name in names]
         go_on.set()
-        await until(lambda: all(raw_client(store).size(name) for name in names), "what came late is stored")
+        await until(lambda: all(raw_client(store).size(name) for name in names))
 
 
 async def test_a_corrupted_object_is_a_miss_and_is_encoded_anew(instances: Instances, key: str) -> None:

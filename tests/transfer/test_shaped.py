@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,17 +27,6 @@ class Instant:
     def read(self, region: Region, pieces: Sequence[Piece]) -> None: ...
 
 
-class Time:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def pieces(nbytes: int) -> list[Piece]:
     return [(0, memoryview(bytes(nbytes)))] if nbytes else []
 
@@ -46,7 +36,7 @@ def pieces(nbytes: int) -> list[Piece]:
     latency_s=st.floats(0, 0.01),
 )
 def test_transfers_one_after_the_other(transfers: list[tuple[int, float]], latency_s: float) -> None:
-    clock = Time()
+    clock = Clock(0.0)
     link = ShapedTransport(Instant(), 1000.0, latency_s, clock=clock, sleep=clock.sleep)  # type: ignore[arg-type]
     for nbytes, pause_s in transfers:
         clock.now += pause_s
@@ -56,7 +46,7 @@ def test_transfers_one_after_the_other(transfers: list[tuple[int, float]], laten
 
 
 def test_a_transfer_takes_the_time_of_the_bytes_it_stands_for_and_slower_on_a_slow_link(tmp_path: Path) -> None:
-    clock, faults = Time(), tmp_path / "faults.json"
+    clock, faults = Clock(0.0), tmp_path / "faults.json"
     link = ShapedTransport(
         EmbeddedTransport(path="shm"),
         1000.0,

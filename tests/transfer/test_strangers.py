@@ -11,7 +11,7 @@ from contextlib import suppress
 import msgspec
 import psutil
 import pytest
-from fleet import wait_until
+from program import wait_until
 
 from epd_serve.protocol.wire import Region
 from epd_serve.rpc.messages import LENGTH, OPENING, Hello, Proof, Welcome, pack

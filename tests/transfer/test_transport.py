@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from fleet import wait_until
 from own_ports import free_port
+from program import wait_until
 from transfer_peer import Peer
 from transports import fill, kinds, make_transport, mooncake_options, needs_mooncake
 

@@ -142,6 +142,7 @@ class ChipGraphRunner:
 
     def replay(self, size: int) -> Tensor:
         pieces, output = self._graphs[size]
+        self.chip.num_replays[size] += 1
         for piece in pieces:
             self.chip.num_launches += 1
             self.chip.current().launch(piece.run)

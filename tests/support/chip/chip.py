@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Self
@@ -82,6 +82,7 @@ class Chip:
     Attributes:
         launch_s: seconds by which the chip lengthens each launch.
         num_launches: operators, copies and graphs that were launched so far.
+        num_replays: replays of graphs by their size.
         goes_on: cleared, no work is done until it is set again.
         is_lost: whether all work fails from now on.
     """
@@ -90,6 +91,7 @@ class Chip:
         self.index = index
         self.memory = Memory(f"{TYPE}:{index}", memory_bytes)
         self.launch_s, self.num_launches, self.is_lost = 0.0, 0, False
+        self.num_replays: Counter[int] = Counter()
         self.goes_on = threading.Event()
         self.goes_on.set()
         self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
