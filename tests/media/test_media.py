@@ -110,7 +110,7 @@ def test_damaged_files_give_a_picture_or_a_refusal(sample, data):
 
 @pytest.mark.skipif("AVIF" not in FORMATS, reason="this Pillow reads no AVIF")
 def test_avif_with_damaged_pixels_is_refused():
-    data = encode(Image.effect_noise((64, 48), 60).convert("RGB"), "AVIF")
+    data = saved(Image.effect_noise((64, 48), 60).convert("RGB"), "AVIF")
     head = data[: data.index(b"mdat") + 4]
     damaged = head + b"\xff" * (len(data) - len(head))
     assert pixel_size(damaged, LIMITS) == (64, 48)
