@@ -287,7 +287,8 @@ async def describe_server(http: aiohttp.ClientSession, settings: RunSettings) ->
     """
     url, model, names = settings.base_url, settings.model, await model_names(http, settings.base_url)
     if (model and model not in names) or (not model and len(names) != 1):
-        raise ValueError(f"{url} serves the models {', '.join(names) or '(none)'}; choose one with --model")
+        lacks = f", but not {model}" if model else ""
+        raise ValueError(f"{url} serves the models {', '.join(names) or '(none)'}{lacks}; choose one with --model")
     settings.model = model or names[0]
     try:
         async with http.get(f"{url}/dashboard/data", timeout=_MEET_TIMEOUT) as answer:

@@ -47,7 +47,7 @@ def running_url(deployment: str | None) -> str:
 
     if deployment is None and not running():
         return "http://127.0.0.1:8000"
-    host, _, port = find_run(deployment, 8000).address.rpartition(":")
+    host, _, port = find_run(deployment).address.rpartition(":")
     return url_of(host, int(port))
 
 

@@ -66,6 +66,8 @@ def up(
     """Run a deployment on this machine until Ctrl-C; with --on, start it on a cluster."""
     _check_words([target or "", *context.args])
     file = None if target is None else Path(target)
+    if file is not None and file.suffix == ".gguf":
+        raise ValueError(f"{target}: GGUF is not supported; give a model's directory in the format of transformers")
     if file is not None and file.suffix not in (".yaml", ".yml") and not file.is_file():
         if model is not None:
             raise ValueError(f"{target} and --model {model} are two models; give one of them")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import YAMLError
 
 from epd_serve.config.schema import DeploymentConfig
-from epd_serve.config.sections import VLLM_FLAGS, overlay
+from epd_serve.config.sections import VLLM_FLAGS, Section, overlay
 
 
 class ConfigError(ValueError):
@@ -75,9 +76,14 @@ def _faults(error: ValidationError, place: Any) -> str:
         if fault["type"] == "extra_forbidden":
             names = {**VLLM_FLAGS, "host": "gateway.host", "port": "gateway.port"}
             here = names.get(str(fault["loc"][-1]))
-            message = "unknown key" + (f"; use {here}" if here else "")
+            meant = get_close_matches(str(fault["loc"][-1]), _names(Section), n=1)
+            message = "unknown key" + (f"; use {here}" if here else f"; did you mean {meant[0]}?" if meant else "")
         lines.append(": ".join(filter(None, (place(fault["loc"]), key, message))))
     return "\n".join(lines)
+
+
+def _names(section: type[Section]) -> set[str]:
+    return set(section.model_fields).union(*map(_names, section.__subclasses__()))
 
 
 def _line(tree: Any, location: tuple[int | str, ...]) -> int:

@@ -41,6 +41,7 @@ class LocalDeployment(Supervisor):
         async with LocalDeployment(config, ready_timeout_s=60) as deployment:
             ...  # send requests to deployment.gateway_url
 
+    A script that does so needs ``if __name__ == "__main__":``, since instances import it, as with multiprocessing.
     Its processes are services, instances in placement order, the gateway and ``epd-serve autoscale``.
 
     Attributes:

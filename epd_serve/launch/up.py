@@ -46,7 +46,9 @@ class ShownDeployment(LocalDeployment):
 
     def on_change(self, process: Process) -> None:
         label = f" ({process.spec.label})" if process.state is ProcessState.STARTING else ""
-        self._terminal.say(f"{process.spec.name:<8} {process.state}{label}, {process.elapsed_s:.1f} s")
+        starts = (ProcessState.STARTING, ProcessState.LOADING, ProcessState.READY)
+        time = f", {process.elapsed_s:.1f} s" if process.state in starts else ""
+        self._terminal.say(f"{process.spec.name:<8} {process.state}{label}{time}")
 
     def on_death(self, death: ProcessDied, delay_s: float) -> None:
         self._terminal.say(f"{death.end}. Restarting it in {delay_s:g} s; its log is {death.log_file}")
@@ -117,17 +119,26 @@ def ready_text(config: DeploymentConfig, url: str, log_dir: Path, stops: str) ->
     question = (
         "What is the capital of France?" if config.model == DEMO_MODEL else "How many legs do two spiders have?"
     )
-    body = {"model": config.model_name, "messages": [{"role": "user", "content": question}]}
+    body: dict[str, Any] = {"model": config.model_name}
+    chats = _has_chats(config)
+    body |= {"messages": [{"role": "user", "content": question}]} if chats else {"prompt": question}
     header, variable = "", ""
     if config.gateway.api_keys:
         header, variable = '-H "Authorization: Bearer $API_KEY" ', 'OPENAI_API_KEY="$API_KEY" '
     return (
         f"\nReady: {url}/v1 serves model {config.model_name!r} as {config.topology}. {stops}\n"
         f"Dashboard: {url}/dashboard\nLogs: {log_dir}\n"
-        f"Ask: curl -s {url}/v1/chat/completions {header}-H 'Content-Type: application/json' "
+        f"Ask: curl -s {url}/v1/{'chat/' if chats else ''}completions {header}-H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}\n"
-        f"Chat: {variable}epd-serve chat --base-url {url}\n"
+        + (f"Chat: {variable}epd-serve chat --base-url {url}\n" if chats else "")
     )
+
+
+def _has_chats(config: DeploymentConfig) -> bool:
+    """Return whether the model has a chat template."""
+    if config.model == DEMO_MODEL or isinstance(config.model, ShapeConfig):
+        return True
+    return bool(chat_template(model_path(config.model), config.chat_template))
 
 
 def notes(config: DeploymentConfig) -> Iterator[str]:
@@ -139,7 +150,7 @@ def notes(config: DeploymentConfig) -> Iterator[str]:
     yield from (f"roles.{role} is unused: no instance has this role" for role in config.roles if role not in roles)
     if isinstance(config.model, ShapeConfig):
         yield "the model lacks weights: answers are derived from hashes, times are those of emulated devices"
-    elif config.model != DEMO_MODEL and not chat_template(model_path(config.model), config.chat_template):
+    elif not _has_chats(config):
         yield "the model lacks a chat template: chats are refused, /v1/completions works; set chat_template"
     if note_on_mps := mps_note(config, os.environ, placement):
         yield note_on_mps

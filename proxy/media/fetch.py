@@ -156,7 +156,7 @@ class MediaFetcher:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # without the URL, which may contain a signature
             reason = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else type(error).__name__
-            logger.info("cannot fetch media from %s: %s", URL(url).host, reason)
+            logger.warning("cannot fetch media from %s: %s", URL(url).host, reason)
             raise InvalidRequest(
                 f"{_quote(url)} cannot be fetched: its server must be reachable for this gateway, speak HTTP and "
                 f"send the file within {timeout_s:g} s"

@@ -43,6 +43,8 @@ def accepts(grammar, text, grammars=GRAMMARS, tokenizer=TOKENIZER):
     ("grammar", "good", "bad"),
     [
         (Grammar(kind="regex", text="a/b[0-9]"), ["a/b7"], ["a/b", "a/b77", "ab7"]),
+        (Grammar(kind="regex", text=r"\d[\d-]\s\w\\d"), ["7- a\\d", "12 _\\d"], ["٧- a\\d", "77 é\\d", "77 a1"]),
+        (Grammar(kind="regex", text=r"\D[^\W]"), ["é7", "x_"], ["77", "xé"]),
         (Grammar(kind="choice", text='["no", "a \\"b\\"\\n"]'), ["no", 'a "b"\n'], ["n", "nono"]),
         (Grammar(kind="json", text='{"type": "object"}'), ["{}", '{"a": [1, null]}'], ["[]", '{"a"}']),
         (Grammar(kind="json", text="{}"), ["{}", "[]", "3", '"x"'], ["x", ""]),

@@ -26,6 +26,9 @@ from epd_serve.types import Grammar, Thinking, ToolSchema, grammar_problem
 
 #: Size of the cache of compiled grammars.
 _MAX_CACHED = 64
+#: Classes of regular expressions by the letter behind the backslash; llguidance's own are those of Unicode.
+_ASCII = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[\t\n\v\f\r ]"}
+_ASCII |= {letter.upper(): f"[^{members[1:]}" for letter, members in _ASCII.items()}
 #: The spacing of ``json.dumps``, as in chat templates; prevents endless blanks.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -311,8 +314,13 @@ def _content(grammar: Grammar) -> str:
     if grammar.kind == "json":
         return _json(json.loads(grammar.text), is_strict=grammar.strict)
     if grammar.kind == "regex":
-        return f"/{_escape_slashes(grammar.text)}/"
+        return f"/{_escape_slashes(_ascii(grammar.text))}/"
     return " | ".join(_text(choice) for choice in json.loads(grammar.text))
+
+
+def _ascii(regex: str) -> str:
+    """Let the classes of digits, word characters and spaces mean ASCII, as in ECMAScript and vLLM."""
+    return re.sub(r"\\(.)", lambda found: _ASCII.get(found[1], found[0]), regex, flags=re.DOTALL)
 
 
 def _json(schema: dict[str, Any], *, is_strict: bool, objects_only: bool = False) -> str:
