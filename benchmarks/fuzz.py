@@ -2,25 +2,30 @@
 
     python -m benchmarks.fuzz [--requests 100000] [--frames 100000] [--seed 0]
 
-Each request must get an answer or a clear 4xx. While the input comes, one client asks for a token four times a
-second; its latency is compared with that on the idle deployment. The exit code is 1 where an answer was no answer,
-a process was restarted, something was held in the end or the data port no longer serves its region.
+Each request must get an answer or a clear 4xx. While the input comes, one client, a process of its own, asks for a
+token four times a second; its latency is compared with that on the idle deployment. The exit code is 1 where an
+answer was no answer, a process was restarted, something was held in the end or the data port no longer serves its
+region.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import random
+import signal
 import statistics
 import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.broken import broken_request, find_problem, send_frames, valid_bodies
-from benchmarks.common import argument_parser, machine, typed, write
+from benchmarks.common import ROOT, argument_parser, machine, typed, write
 from benchmarks.deployed import held_in
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
@@ -31,22 +36,36 @@ _BODY = b'{"messages": [{"role": "user", "content": "How many apples?"}], "max_t
 _PERIOD_S, _IDLE_S = 0.25, 10.0
 
 
-async def neighbour(client: Client, seconds: float | None = None) -> list[float]:
-    """Return the latencies of valid requests until cancelled or for ``seconds``, in seconds."""
-    found: list[float] = []
-    until_s = None if seconds is None else time.monotonic() + seconds
-    with suppress(asyncio.CancelledError):
-        while until_s is None or time.monotonic() < until_s:
-            reply, since_s = Reply(), time.monotonic()
-            await client.send(reply, _BODY, CHAT, 60.0)
-            if reply.status != 200:
-                raise RuntimeError(f"the neighbour got {reply.status}: {reply.body[:200]!r} {reply.failure}")
-            found.append(time.monotonic() - since_s)
-            await asyncio.sleep(_PERIOD_S)
+async def neighbour(url: str) -> list[float]:
+    """Return the latencies in seconds of valid requests until SIGTERM."""
+    client, found, end = Client(url), list[float](), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end.set)
+    while not end.is_set():
+        reply, since_s = Reply(), time.monotonic()
+        await client.send(reply, _BODY, CHAT, 60.0)
+        if reply.status != 200:
+            raise RuntimeError(f"the neighbour got {reply.status}: {reply.body[:200]!r} {reply.failure}")
+        found.append(time.monotonic() - since_s)
+        if len(found) == 1:
+            print(flush=True)  # it has begun
+        await asyncio.sleep(_PERIOD_S)
+    await client.close()
     return found
 
 
-async def beside(client: Client, send: Callable[[int], Awaitable[None]], count: int) -> dict[str, Any]:
+async def beside(url: str, work: Callable[[], Awaitable[Any]]) -> dict[str, float]:
+    """Return the neighbour's latencies during some work."""
+    command = [sys.executable, "-m", "benchmarks.fuzz", "--neighbour", url]
+    asking = await asyncio.create_subprocess_exec(*command, stdout=PIPE, cwd=ROOT)
+    assert asking.stdout is not None
+    await asking.stdout.readline()
+    await work()
+    asking.terminate()
+    said, _ = await asking.communicate()
+    return latency(json.loads(said))
+
+
+async def attacked(url: str, send: Callable[[int], Awaitable[None]], count: int) -> dict[str, Any]:
     """Send numbered input, four at a time, and return the neighbour's latencies."""
     numbers, since_s = iter(range(count)), time.monotonic()
 
@@ -54,11 +73,8 @@ async def beside(client: Client, send: Callable[[int], Awaitable[None]], count: 
         for number in numbers:
             await send(number)
 
-    asking = asyncio.create_task(neighbour(client))
-    await asyncio.gather(*[work() for _ in range(4)])
-    seconds = time.monotonic() - since_s
-    asking.cancel()
-    return {"count": count, "seconds": round(seconds, 1), "neighbour": latency(await asking)}
+    found = await beside(url, lambda: asyncio.gather(*[work() for _ in range(4)]))
+    return {"count": count, "seconds": round(time.monotonic() - since_s, 1), "neighbour": found}
 
 
 def latency(seconds: list[float]) -> dict[str, float]:
@@ -76,7 +92,8 @@ async def run(topology: str, num_requests: int, num_frames: int, seed: int) -> d
         await client.meet()
         valid = valid_bodies(client.model)
         ports = [urlsplit(one.url).port or 0 for one in deployment.instances.values()]
-        report: dict[str, Any] = {"idle": latency(await neighbour(client, _IDLE_S))}
+        url = deployment.gateway_url
+        report: dict[str, Any] = {"idle": await beside(url, partial(asyncio.sleep, _IDLE_S))}
 
         async def send_request(_: int) -> None:
             path, body = broken_request(rng, valid)
@@ -86,8 +103,8 @@ async def run(topology: str, num_requests: int, num_frames: int, seed: int) -> d
         async def send_to_instance(number: int) -> None:
             await send_frames("instance", "127.0.0.1", ports[number % len(ports)], rng)
 
-        report["requests"] = await beside(client, send_request, num_requests)
-        report["frames at instances"] = await beside(client, send_to_instance, num_frames)
+        report["requests"] = await attacked(url, send_request, num_requests)
+        report["frames at instances"] = await attacked(url, send_to_instance, num_frames)
         held = await held_in(deployment)
         restarts = sum(one.num_restarts for one in deployment.processes)
         owner, reader = EmbeddedTransport(path="tcp"), EmbeddedTransport(path="tcp")
@@ -98,7 +115,7 @@ async def run(topology: str, num_requests: int, num_frames: int, seed: int) -> d
         async def send_to_data_port(_: int) -> None:
             await send_frames("data", "127.0.0.1", port, rng)
 
-        report["frames at a data port"] = await beside(client, send_to_data_port, num_frames)
+        report["frames at a data port"] = await attacked(url, send_to_data_port, num_frames)
         await asyncio.to_thread(reader.read, slab.region, [(0, memoryview(there))])
         if there != bytes(slab.buffer):
             problems.append("the data port serves other bytes than those of its region")
@@ -126,7 +143,11 @@ def main() -> int:
         "--frames", type=int, default=100_000, help="connections with broken frames, at each place"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--neighbour", metavar="URL", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.neighbour:
+        print(json.dumps(asyncio.run(neighbour(options.neighbour))))
+        return 0
     report = asyncio.run(run(options.topology, options.requests, options.frames, options.seed))
     print(write(options.output, report))
     return 0 if report["passed"] else 1

@@ -67,7 +67,7 @@ def up(
     _check_words([target or "", *context.args])
     file = None if target is None else Path(target)
     if file is not None and file.suffix == ".gguf":
-        raise ValueError(f"{target}: GGUF is not supported; give a model's directory in the format of transformers")
+        raise ValueError(f"{target}: GGUF is not supported; give a directory in the format of transformers")
     if file is not None and file.suffix not in (".yaml", ".yml") and not file.is_file():
         if model is not None:
             raise ValueError(f"{target} and --model {model} are two models; give one of them")
