@@ -80,6 +80,7 @@ async def test_a_failed_start_changes_nothing_and_the_next_file_is_taken(deploym
     assert "died: exit code" in str(stopped.value)
     assert "keeps serving with e0 (E), p0 (P), d0 (D)" in str(stopped.value)
     assert roles(deployment) == ["D", "E", "P"] and await serves(deployment)
+    assert "3000000000000000000" not in (deployment.admin_socket.parent / "roles.json").read_text()
     first, second = await asyncio.gather(
         deployment.apply(topology("E-2P-D")), deployment.apply(topology("EPD")), return_exceptions=True
     )
@@ -176,6 +177,16 @@ def at(words: str, act: Callable[[], None]) -> Callable[[str], None]:
             left.pop()()
 
     return tell
+
+
+async def test_the_autoscaler_starts_again_with_the_new_topology() -> None:
+    more = "slo: {ttft_ms: 2000, tpot_ms: 200}\nelastic: {}\n"
+    async with LocalDeployment(topology("EPD", more), ready_timeout_s=300) as deployment:
+        before = deployment.process("autoscale").pid
+        await deployment.apply(topology("E-PD", more))
+        assert deployment.process("autoscale").pid != before
+        file = json.loads((deployment.admin_socket.parent / "deployment.yaml").read_text())
+        assert file["topology"] == "E-PD" and roles(deployment) == ["E", "PD"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +69,14 @@ def test_a_run_lasts_as_soon_as_others_find_it(folder: Path, monkeypatch: pytest
     run, lock = make()
     run.end(lock, keep_logs=False)
     assert found == [True], "else another launcher would remove its sockets"
+
+
+def test_two_may_look_at_an_ended_run_at_once(folder: Path) -> None:
+    run = ended()
+    looking = os.open(run.logs, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    assert not run.lasts
+    os.close(looking)
 
 
 def test_what_a_killed_launcher_left_is_removed_by_the_next(folder: Path) -> None:
