@@ -175,10 +175,10 @@ def _register() -> None:
     if _library is not None:
         return
     _library = torch.library.Library("npu", "IMPL")
-    for name in ("npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2"):
-        _library.impl(f"{name}.out", _out_kernel(KERNELS[name]), "CPU")
-        _library.impl(f"_{name}_get_max_workspace", _workspace, "CPU")
-        _library.impl(f"_{name}_infer_output", _outputs, "CPU")
+    name = "npu_fused_infer_attention_score_v2"
+    _library.impl(f"{name}.out", _out_kernel(KERNELS[name]), "CPU")
+    _library.impl(f"_{name}_get_max_workspace", _workspace, "CPU")
+    _library.impl(f"_{name}_infer_output", _outputs, "CPU")
 
 
 def _copied(value: Any) -> Any:
