@@ -19,7 +19,7 @@ from torch import Tensor
 
 from device import base
 from device.accel import AcceleratorDevice
-from device.ascend_limits import parse_visible_devices
+from device.ascend_environment import parse_visible_devices
 from device.base import DeviceUnavailable, Partition, PartitionStrength, check_share, check_update
 from device.ops.ascend import AscendOps, Layout
 

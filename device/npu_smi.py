@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 
-from device.ascend_limits import parse_visible_devices
+from device.ascend_environment import parse_visible_devices
 
 COMMAND = ("npu-smi", "info")
 _TIMEOUT_S = 10.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from device.ascend_limits import parse_visible_devices
+from device.ascend_environment import parse_visible_devices
 
 _NO_CUDA_DEVICE = 100  # cuInit's CUDA_ERROR_NO_DEVICE
 #: The directory in which processes on one emulated device share its memory count.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from device import mps
-from device.ascend_limits import hccl_environment
+from device.ascend_environment import hccl_environment
 from device.present import EMULATED_MEMORY, num_cores, visibility
 from epd_serve.config import DeploymentConfig, InstanceSettings
 from epd_serve.config.options import OF_PROCESS

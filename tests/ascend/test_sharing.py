@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device import ascend
-from device.ascend_limits import hccl_environment, parse_visible_devices
+from device.ascend_environment import hccl_environment, parse_visible_devices
 from device.base import DeviceUnavailable
 
 

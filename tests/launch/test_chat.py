@@ -21,10 +21,11 @@ class Server:
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.models = ["tiny"]
 
     def answer(self, path: str, data: bytes) -> tuple[int, bytes]:
         if path == "/v1/models":
-            return 200, json.dumps({"data": [{"id": "tiny"}]}).encode()
+            return 200, json.dumps({"data": [{"id": name} for name in self.models]}).encode()
         body = json.loads(data)
         self.bodies.append(body)
         if body["messages"][-1]["content"] == "fail":
@@ -67,6 +68,15 @@ def test_a_conversation(server: tuple[Server, str], tmp_path: Path) -> None:
     assert len(third) == 5 and fourth == [{"role": "user", "content": "anew"}]
     assert {body["model"] for body in made.bodies} == {"tiny"}
     assert chat("--url", url, typed="/help\nhello\n")[0] == 0
+
+
+def test_one_of_several_models_has_to_be_named(server: tuple[Server, str]) -> None:
+    made, url = server
+    made.models = ["tiny", "large"]
+    code, _, err = chat("--url", url, typed="hello\n")
+    assert code == 2 and "--model is missing; the server has tiny, large" in err
+    assert chat("--url", url, "--model", "large", typed="hello\n")[0] == 0
+    assert [body["model"] for body in made.bodies] == ["large"]
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "127.0.0.1:8000"])

@@ -125,6 +125,9 @@ def test_a_second_signal_ends_deaf_processes_at_once(fakes: Any, monkeypatch: py
         read_until(process, "Chat: ")
         process.send_signal(signal.SIGINT)
         read_until(process, "Press Ctrl-C again")
+        process.send_signal(signal.SIGTERM)  # as 'epd-serve down' does, which only waits
+        time.sleep(1)
+        assert {"gateway", "e0", "p0"} <= fakes.alive
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=300)
     assert fakes.alive == set()

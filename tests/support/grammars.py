@@ -1,4 +1,4 @@
-"""What a grammar lets pass."""
+"""Texts that a grammar accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gateway's side of vLLM is given."""
+"""A vLLM backend of the gateway, and its requests, for tests."""
 
 from __future__ import annotations
 

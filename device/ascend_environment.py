@@ -1,4 +1,4 @@
-"""What several processes on NPUs need from their environment: visible devices and ports. Does not import torch."""
+"""Visible devices and ports of processes that share NPUs. Must not import torch."""
 
 from __future__ import annotations
 
