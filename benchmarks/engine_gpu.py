@@ -3,8 +3,9 @@
 The part ``engine`` of ``python -m benchmarks.gpu``.
 
 * ``encode``: the tower over one image and over four, by the clock until the features are on the host;
-* ``prefill``: one prompt of 1k to 8k tokens in one step;
-* ``decode``: steps of 1, 64 and 256 sequences with and without graphs, contexts of 2k tokens;
+* ``prefill``: one prompt of 1k to 8k tokens in one step, in graphs where an instance uses them;
+* ``decode``: steps of 1, 64 and 256 sequences with and without graphs, contexts of 2k tokens, and of 236 as in the
+  part ``serve``;
 * ``mixed``: 64 decodes and a chunk of a prompt in one step, with and without graphs;
 * ``dual_stream``: encoding and decoding at once on two streams against one after the other (TriInfer, Figure 12).
 
@@ -67,14 +68,14 @@ class _Model:
         self.prompts = [64, 128] if tiny else [1024, 2048, 8192]
         self.batches = [1, 4] if tiny else [1, 64, 256]
         self.beside = 4 if tiny else 64
-        self.context = 64 if tiny else 2048
+        self.context, self.served_context = (64, 32) if tiny else (2048, 236)
         self.side = 8 if tiny else 64
         self._repeats = 2 if tiny else 20
         family = load_family(path)
         self._axes = family.num_position_axes
         self._patch_width = 6 * family.config.vision_config.patch_size**2
         self._tower = Tower(path, torch.bfloat16, device)
-        self.chunks = [16, 96] if tiny else [96, 480, 2048]
+        self.chunks = [16, 96] if tiny else [96, 480, 960, 2048]
         self._model = model = LanguageModel(path, torch.bfloat16, device)
         text = family.config.get_text_config()
         table = text.vocab_size * text.hidden_size
@@ -92,7 +93,10 @@ class _Model:
             model.head_dim,
         )
         self._kv = torch.zeros(shape, dtype=torch.bfloat16, device=device.torch_device)
-        self._eager, self._graphs = self._runner([], []), self._runner(self.batches, prefill_graph_sizes(512))
+        self._eager, self._graphs = (
+            self._runner([], []),
+            self._runner(self.batches, prefill_graph_sizes(max(self.prompts))),
+        )
 
     def _runner(self, graph_sizes: list[int], prefill_sizes: list[int]) -> StepRunner:
         runner = StepRunner(
@@ -112,7 +116,9 @@ class _Model:
     def measure(self) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "parameters", {"tower": self._tower.num_parameters, "language": self._model.num_parameters}
         for batch in self.batches:
-            yield f"decode, batch {batch}", self._decode(batch)
+            yield f"decode, batch {batch}", self._decode(batch, self.context)
+        most = self.batches[-1]
+        yield f"decode, batch {most}, contexts of {self.served_context}", self._decode(most, self.served_context)
         for length in self.prompts:
             yield f"prefill, {length} tokens", self._prefill(length)
         for batch in (1, 4):
@@ -159,17 +165,18 @@ class _Model:
 
     def _prefill(self, length: int) -> dict[str, float]:
         inputs = self._inputs(prefill=[length])
-        seconds = self._seconds(partial(self._eager.compute, inputs), 5)
+        seconds = self._seconds(partial(self._graphs.compute, inputs), 5)
         return {
             "ms": seconds * 1e3,
+            "eager_ms": self._seconds(partial(self._eager.compute, inputs), 5) * 1e3,
             "tokens_s": length / seconds,
             "mfu": self._mfu(self._layer_parameters, length, seconds),
         }
 
-    def _decode(self, batch: int) -> dict[str, Any]:
-        inputs = self._inputs(decodes=batch)
+    def _decode(self, batch: int, context: int) -> dict[str, Any]:
+        inputs = self._inputs(decodes=batch, context=context)
         again = dataclasses.replace(inputs, decodes=dataclasses.replace(inputs.decodes, writes=[]))
-        kv_bytes = batch * self.context * self._kv[:, :, 0, 0].numel() * 2
+        kv_bytes = batch * context * self._kv[:, :, 0, 0].numel() * 2
         result: dict[str, Any] = {}
         for name, runner in (("graph", self._graphs), ("eager", self._eager)):
             runner.compute(inputs)
@@ -214,10 +221,12 @@ class _Model:
         sequential, dual = self._seconds(in_turn, 1), self._seconds(together, 1)
         return {"sequential_ms": sequential * 1e3, "dual_ms": dual * 1e3, "gain": sequential / dual}
 
-    def _inputs(self, *, decodes: int = 0, prefill: list[int] | None = None) -> StepInputs:
+    def _inputs(
+        self, *, decodes: int = 0, context: int | None = None, prefill: list[int] | None = None
+    ) -> StepInputs:
         """Decodes at the end of their context, or prompts, over blocks of their own."""
         prefill = prefill or []
-        lengths = [self.context] * decodes + prefill
+        lengths = [context or self.context] * decodes + prefill
         first, blocks = 1, []
         for length in lengths:
             count = -(-length // self._block_size)

@@ -8,7 +8,8 @@ It needs torch, triton, transformers, pytest, hypothesis, pillow and the wheels 
 
 * ``serve``: Qwen2.5-VL-7B's shape in bfloat16 as ``EPD`` and ``(E-P-D)``, Llama 3 8B's as ``PD``, on the one
   device: TTFT, gaps between tokens and tokens a second at 1, 64 and 256 streams, prompts of 1000 tokens and
-  answers of 128, prompts of 100 and answers of 256, then pictures of 896 x 896;
+  answers of 128, prompts of 100 and answers of 256, then pictures of 896 x 896; the median time of each stage,
+  from traces, and the phases of the start, from logs;
 * ``peer``: the same language model and load by transformers' own continuous batching, ``generate_batch``;
 * ``engine``: encode, prefill, decode, mixed steps and two streams, with and without graphs;
 * ``handoff``: the KV of a prompt and the feature of a picture between two processes, by each transport;
@@ -38,7 +39,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -113,10 +115,10 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Closed-loop streams of one size; a token of the text is about 1.4 of the built-in tokenizer's."""
+    """Closed-loop streams of one size; the chat template adds 8 tokens to the text."""
 
     streams: int
-    text_tokens: int = 720
+    text_tokens: int = 1000
     output_tokens: int = 128
     side: int | None = None
     waves: int = 2
@@ -133,7 +135,7 @@ class Load:
 
 
 _FEW, _MANY, _MOST = Load(streams=1), Load(streams=64), Load(streams=256, waves=1)
-_DECODES = Load(streams=256, text_tokens=72, output_tokens=256, waves=1)
+_DECODES = Load(streams=256, text_tokens=100, output_tokens=256, waves=1)
 _LOADS = [_FEW, _MANY, _MOST, _DECODES, replace(_FEW, side=896), replace(_MANY, side=896)]
 _TINY_LOADS = [Load(streams=2, text_tokens=20, output_tokens=4, side=side) for side in (None, 56)]
 #: Shape, topology on the one device, loads.
@@ -142,32 +144,74 @@ _SERVED = [
     ("Qwen2.5-VL-7B", "(E-P-D)", [_FEW, _MANY]),
     ("Llama-3-8B", "PD", [_MANY]),
 ]
+#: A line of an instance's log.
+_PHASE = (
+    r"^(\S+ \S+) (\S+) INFO (modules imported|tower loaded|language model loaded|.* allocated|engine warmed up)$"
+)
 _TINY_SERVED = [("tiny", "(E-P-D)", _TINY_LOADS), ("tiny-llama", "PD", _TINY_LOADS[:1])]
 
 
 def serve(run: Run) -> None:
     for shape, topology, loads in _TINY_SERVED if run.tiny else _SERVED:
         name = f"{shape} {topology}"
-        with run.keeping(name), _serving(run, topology, run.model(shape)) as (url, ready_s):
-            run.keep(f"{name}: ready, s", ready_s)
+        with run.keeping(name), _serving(run, topology, run.model(shape)) as served:
+            run.keep(f"{name}: ready, s", served.start)
             for number, load in enumerate(loads):  # other texts in each, so that no prefix is cached
                 with run.keeping(f"{name}: {load.name}"):
-                    run.keep(f"{name}: {load.name}", _bench(url, load, number, run.weights))
+                    row = _bench(served.url, load, number, run.weights)
+                    run.keep(f"{name}: {load.name}", row | {"stages_ms": served.stages_ms()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A deployment that answers.
+
+    Attributes:
+        start: seconds from its start until it was ready, and until each phase of each instance was done.
+        trace: directory of its traces.
+    """
+
+    url: str
+    start: dict[str, Any]
+    trace: Path
+    _seen: set[str] = field(default_factory=set)
+
+    def stages_ms(self) -> dict[str, float]:
+        """The median time in each stage of the requests since the last call."""
+        from epd_serve.telemetry.breakdown import read_traces, summary
+
+        requests = [one for one in read_traces(self.trace).requests if one.request_id not in self._seen]
+        self._seen.update(one.request_id for one in requests)
+        return {stage: round(row["p50_ms"], 2) for stage, row in summary(requests)["rows"].items()}
 
 
 @contextlib.contextmanager
-def _serving(run: Run, topology: str, model: Path | None) -> Iterator[tuple[str, float]]:
-    """A deployment on the device: its address, and the seconds until it was ready."""
+def _serving(run: Run, topology: str, model: Path | None) -> Iterator[Served]:
     from epd_serve.bench.deployed import Candidate, deployed
     from epd_serve.config import load_config
 
-    file = run.weights / "deployment.yaml"
+    folder = Path(tempfile.mkdtemp(dir=run.weights))
+    file, log, trace = (folder / name for name in ("deployment.yaml", "deployment.log", "trace"))
     served = {} if model is None else {"model": str(model), "dtype": "bfloat16"}
-    file.write_text(json.dumps({"topology": topology, "devices": [run.device], **served}))  # JSON is YAML
+    # JSON is YAML
+    file.write_text(json.dumps({"topology": topology, "devices": [run.device], "trace": str(trace), **served}))
     candidate = Candidate(file=file, label=topology, config=load_config(file))
-    began = time.monotonic()
-    with deployed(candidate, run.weights / "deployment.log") as url:
-        yield url, time.monotonic() - began
+    began = time.time()
+    with deployed(candidate, log) as url:
+        start = {"ready": time.time() - began, **_phases(log.read_text(), began)}
+        yield Served(url=url, start=start, trace=trace)
+
+
+def _phases(output: str, began: float) -> dict[str, dict[str, float]]:
+    """The seconds after which each instance logged the end of a phase of its start."""
+    found = re.search(r"^Logs: (.+)$", output, re.MULTILINE)
+    assert found is not None, output
+    phases: dict[str, dict[str, float]] = {}
+    for log in Path(found[1]).glob("*.log"):
+        for day, name, phase in re.findall(_PHASE, log.read_text(), re.MULTILINE):
+            ended = datetime.strptime(day, "%Y-%m-%d %H:%M:%S,%f").timestamp()
+            phases.setdefault(name, {})[phase] = round(ended - began, 2)
+    return phases
 
 
 def _bench(url: str, load: Load, seed: int, folder: Path) -> dict[str, Any]:
@@ -206,7 +250,7 @@ def peer(run: Run) -> None:
     numbers = random.Random(0)
     for load in loads:
         count = load.waves * load.streams
-        length = round(1.4 * load.text_tokens)
+        length = load.text_tokens + 8
         prompts = [[numbers.randrange(3, 1000) for _ in range(length)] for _ in range(count)]
         generation = GenerationConfig(max_new_tokens=load.output_tokens, do_sample=False, eos_token_id=-1)
         batching = ContinuousBatchingConfig(max_requests_per_batch=load.streams)
@@ -296,8 +340,8 @@ def startup(run: Run) -> None:
     done = subprocess.run([sys.executable, "-c", opening], capture_output=True, text=True, cwd=ROOT, check=True)
     run.keep("device opened, s", float(done.stdout.split()[-1]))
     for topology in ("EPD",) if run.tiny else ("EPD", "(E-P-D)"):
-        with run.keeping(topology), _serving(run, topology, None) as (_, ready_s):
-            run.keep(f"demo model as {topology}: ready, s", ready_s)
+        with run.keeping(topology), _serving(run, topology, None) as served:
+            run.keep(f"demo model as {topology}: ready, s", served.start)
 
 
 def tests(run: Run) -> None:
