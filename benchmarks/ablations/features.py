@@ -48,6 +48,8 @@ class FeaturesWhenDue(FeatureReceiver):
         self._loop = asyncio.get_running_loop()
         announcement = self._announced.setdefault(event.mm_hash, _Announcement())
         announcement.num_waiting += 1
+        for changed in self._wanted.values():  # an announced feature counts as here
+            changed.set()
         self.engine.wake()
         try:
             await announcement.due.wait()

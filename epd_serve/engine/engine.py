@@ -7,8 +7,9 @@ import logging
 import threading
 import time
 from bisect import insort
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -27,6 +28,7 @@ from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sched.sequence import PLACEHOLDER, FinishReason, Sequence, SequenceState
 from epd_serve.sched.step_cost import StepCost
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
+from epd_serve.types import MediaSpan
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +175,7 @@ class Engine:
         self.outbox = outbox
         self._sender = sender
         self._clock = clock
+        self._budget = budget
         self.eos_token_ids = eos_token_ids
         self.queues = Queues(pool, memory, budget, order or Order("fcfs", pool, budget, StepCost()))
         self._tables = self.queues.tables
@@ -182,6 +185,7 @@ class Engine:
         self.transfers: dict[Sequence, OutgoingTransfer] = {}
         self._stepping: frozenset[Sequence] = frozenset()
         self._asking: list[BlockRequest] = []  # by priority, then arrival
+        self._awaited: list[str] = []  # features of prompts that are submitted after them
         self.is_closing = False
 
     def close(self) -> None:
@@ -191,6 +195,23 @@ class Engine:
             self.changed.notify_all()
 
     # ------------------------------------------------------------------ requests in
+
+    def first_item(self, sequence: Sequence) -> MediaSpan | None:
+        """Return the media item whose feature a prompt needs first, unless all KV of its items is cached."""
+        with self.changed:
+            return self._tables.first_item(sequence)
+
+    @contextmanager
+    def awaiting(self, mm_hash: str) -> Iterator[None]:
+        """Record a feature as starved when a step has room for its prompt, which is not submitted yet."""
+        with self.changed:
+            self._awaited.append(mm_hash)
+            self.changed.notify_all()
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._awaited.remove(mm_hash)
 
     def submit(self, sequence: Sequence, transfer: OutgoingTransfer | None = None) -> None:
         """Queue a prompt, arriving now if its time is unset; ``transfer``: where to send its KV for decoding."""
@@ -344,6 +365,10 @@ class Engine:
             self._stepping = frozenset(stepping if output is in_flight else (*output.sequences, *stepping))
             if output.admitted or output.preempted:
                 self._grant()  # a place in the queue for blocks, or blocks
+            if output.num_tokens < self._budget.max_num_tokens:
+                for mm_hash in self._awaited:
+                    if not self.queues.features.has(mm_hash):
+                        self.queues.features.starved(mm_hash)
         return output
 
     def advance(self, output: ScheduleOutput, *, placeholders: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -144,10 +144,10 @@ class FeatureReceiver:
                 here.add(mm_hash)
         return here
 
-    async def complete(self, request_id: str, items: list[MediaRef]) -> None:
-        """Wait until all features of a request are here."""
+    async def complete(self, request_id: str, mm_hashes: Collection[str]) -> None:
+        """Wait until these features of a request are here."""
         changed = self._wanted[request_id]
-        while any(item.mm_hash not in self._cache for item in items):
+        while not all(map(self.has, mm_hashes)):
             await changed.wait()
             changed.clear()
 

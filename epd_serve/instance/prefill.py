@@ -143,7 +143,7 @@ class Prefiller:
         return sequence, answer
 
     async def _receive_features(self, request_id: str, items: list[wire.MediaRef]) -> None:
-        await self.receiver.complete(request_id, items)
+        await self.receiver.complete(request_id, [item.mm_hash for item in items])
         self._timeline.record_features(request_id)
 
     async def _compute(self, sequence: Sequence, receiver: Generation | KVDelivery) -> None:
@@ -155,7 +155,14 @@ class Prefiller:
         self.receiver.release(sequence.request_id)
 
     async def _hand_over(self, decode_url: str, sequence: Sequence, answer: Answer) -> Reply:
-        """Compute the prompt and hand the answer over to a decode instance."""
+        """Compute the prompt and hand the answer over to a decode instance.
+
+        D reserves blocks and a place in its steps once the first needed feature is here: an encode may be slow.
+        """
+        item = self.engine.first_item(sequence) if sequence.spans else None
+        if item is not None and not self.receiver.has(item.mm_hash):
+            with self.engine.awaiting(item.mm_hash):
+                await self.receiver.complete(sequence.request_id, [item.mm_hash])
         delivery = KVDelivery(self, sequence, decode_url)
         generated = list(sequence.output_ids)
         is_open = False

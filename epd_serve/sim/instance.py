@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +61,7 @@ class SimInstance:
         flights: images that wait or are being encoded.
         is_encoding, is_stepping: whether the tower or the language model is at work.
         num_expected: requests that P will hand over.
+        num_unsubmitted_tokens: tokens of prompts that wait for a feature or a reservation.
     """
 
     def __init__(
@@ -95,11 +96,13 @@ class SimInstance:
         self.queues.features = self
         self._unseen: list[Sequence] = []  # arrivals since the next step was planned
         self._unseen_features: set[str] = set()
+        self._awaited: defaultdict[str, list[Callable[[], None]]] = defaultdict(list)
         self.is_stepping = False
         self.num_steps = 0
         self._reservations: deque[Reservation] = deque()
         self._granting = False
         self.num_expected = 0
+        self.num_unsubmitted_tokens = 0
         self._received: list[str] = []
         self._encoded_keys: list[str] = []
         self.is_changed = True
@@ -140,7 +143,8 @@ class SimInstance:
         if not role.has_language_model:
             return Load(num_waiting_encodes=len(self.flights), num_waiting_pixels=num_pixels, rates=self._rates)
         new = [one for one in self._unseen if one.state is SequenceState.WAITING]
-        num_tokens = self.queues.num_waiting_tokens + sum(one.num_uncomputed for one in new)
+        num_tokens = self.num_unsubmitted_tokens + self.queues.num_waiting_tokens
+        num_tokens += sum(one.num_uncomputed for one in new)
         return Load(
             num_waiting_encodes=len(self.flights),
             num_waiting_pixels=num_pixels,
@@ -214,8 +218,18 @@ class SimInstance:
 
     # ------------------------------------------------------------------ requests
 
+    def await_item(self, sequence: Sequence, then: Callable[[], None]) -> None:
+        """Call ``then`` once the feature that a prompt needs first is here."""
+        item = self.queues.tables.first_item(sequence)
+        if item is None or item.mm_hash in self.features:
+            then()
+        else:
+            self._awaited[item.mm_hash].append(then)
+
     def take_feature(self, key: str, owner: str, nbytes: int) -> None:
         self.features.put(key, nbytes, nbytes, owner, beyond=True)
+        for then in self._awaited.pop(key, ()):
+            then()
         if self._has_work:
             if self.is_stepping and self.spec.runs_ahead:
                 self._unseen_features.add(key)

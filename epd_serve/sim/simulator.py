@@ -228,13 +228,19 @@ class Simulation:
             prefill.submit(sequence)
             return
 
+        decode = self.instances[route.decode.name]
+        prefill.num_unsubmitted_tokens += sequence.num_tokens
+
         def granted(blocks: Any) -> None:
             running.blocks = blocks
+            prefill.num_unsubmitted_tokens -= sequence.num_tokens
             self.clock.after(0.0, partial(prefill.submit, sequence))
 
-        self.instances[route.decode.name].reserve(
-            Reservation(sequence.num_prompt_tokens, sequence.block_hashes, self.clock.now, granted)
-        )
+        def reserve() -> None:  # not before, as an encode may take long
+            num_tokens, hashes = sequence.num_prompt_tokens, sequence.block_hashes
+            decode.reserve(Reservation(num_tokens, hashes, self.clock.now, granted))
+
+        prefill.await_item(sequence, reserve)
 
     def _encode(self, running: _Running, ref: MediaRef, encoder_name: str) -> None:
         request_id, encoder = running.sequence.request_id, self.instances[encoder_name]

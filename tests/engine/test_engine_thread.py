@@ -25,6 +25,9 @@ class Journal:
     def has(self, mm_hash: str) -> bool:
         return False
 
+    def starved(self, mm_hash: str) -> None:
+        self.notes.append(mm_hash)
+
     def emit(self, events: list[EngineEvent]) -> None:
         self.notes += ["failure" if isinstance(event, FailureEvent) else "token" for event in events]
 
@@ -57,3 +60,19 @@ def test_tokens_are_handed_out_when_the_device_has_its_work(monkeypatch: pytest.
     assert journal.notes == (
         ["work", "token", "failure"] if fails else ["work", "work", "token", "work", *["token"] * 2]
     )
+
+
+def test_a_feature_outside_is_starved_when_a_step_has_room_for_its_prompt() -> None:
+    journal: Any = Journal()
+    budget = Budget(max_num_tokens=9, max_num_seqs=2)
+    engine = Engine(BlockPool(20, BLOCK_SIZE), Cells(20), budget, journal, eos_token_ids=frozenset())
+    engine.queues.features = journal
+    sampling = SamplingParams(seed=0)
+    engine.submit(Sequence(request_id="r", prompt_ids=[1] * 12, sampling=sampling, max_tokens=3, positions=None))
+    with engine.awaiting("picture"):
+        full = engine.plan(None)
+        assert full.num_tokens == 9 and not journal.notes
+        engine.advance(full, placeholders=False)
+        assert engine.plan(full).num_tokens == 3 and journal.notes == ["picture"]
+    engine.plan(None)
+    assert journal.notes == ["picture"]

@@ -16,6 +16,7 @@ from in_process import serving
 from item_bodies import whole_items
 from pictures import QUESTIONS, noise, png
 from PIL import Image
+from program import until
 from reference import Reference
 
 from epd_serve.errors import InvalidRequest
@@ -55,9 +56,21 @@ async def frames_of(reply: Reply) -> list[Frame]:
 
 
 async def ask(
-    name: str, wanted: wire.PrefillRequest, *pictures: Image.Image, prefill: Instance, decode: Instance | None
+    name: str,
+    wanted: wire.PrefillRequest,
+    *pictures: Image.Image,
+    prefill: Instance,
+    decode: Instance | None,
+    encoding: asyncio.Event | None = None,
 ) -> list[Frame]:
-    """As a gateway does."""
+    """As a gateway does; encodes wait for ``encoding``."""
+
+    async def encode(ref: wire.MediaRef, picture: Image.Image) -> None:
+        if encoding is not None:
+            await encoding.wait()
+        call = wire.EncodeRequest(request_id=name, ref=ref, media=png(picture), announce_to=prefill.url)
+        await prefill.encoder.encode(call)
+
     wanted = msgspec.structs.replace(wanted, request_id=name, decode_url=decode.url if decode else None)
     decoding: asyncio.Task[Reply] | None = None
     async with asyncio.TaskGroup() as tasks:
@@ -65,8 +78,7 @@ async def ask(
             expect = wire.DecodeRequest(name, stream=True)
             decoding = tasks.create_task(decode.require_decoder().decode(expect))
         for ref, picture in zip(wanted.items, pictures, strict=True):
-            encode = wire.EncodeRequest(request_id=name, ref=ref, media=png(picture), announce_to=prefill.url)
-            tasks.create_task(prefill.encoder.encode(encode))
+            tasks.create_task(encode(ref, picture))
         reply = await prefill.require_prefiller().prefill(wanted)
         answer = await frames_of(reply)
         if decoding is not None and (wire.NEXT_HEADER.encode(), b"none") in reply.headers:
@@ -161,4 +173,25 @@ async def test_a_small_decode_instance_answers_all_at_once(tmp_path: Path) -> No
             if num_preemptions:
                 break
         assert num_preemptions
+        await Books({"ep": prefill.url, "d": decode.url}).check()
+
+
+async def test_pictures_that_wait_for_their_encoder_keep_no_place_at_the_decode_instance(tmp_path: Path) -> None:
+    path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    reference, picture, encoding = Reference(path), noise(1), asyncio.Event()
+    async with serving(path, "EP") as prefill, serving(path, "D", max_num_seqs=2) as decode:
+        wanted = request(text="Which fruit?", temperature=0.0)
+        shown = request("chat", picture, text="Which fruit?", temperature=0.0)
+        waiting = [
+            asyncio.create_task(ask(f"{i}", shown, picture, prefill=prefill, decode=decode, encoding=encoding))
+            for i in range(5)
+        ]
+        await until(lambda: prefill.in_use()["prompts"] == 5 and not prefill.in_use()["preparations"])
+        answer = await asyncio.wait_for(ask("text", wanted, prefill=prefill, decode=decode), 60)
+        assert tokens(answer) == reference.generate("Which fruit?", [], max_tokens=21)
+        assert prefill.in_use()["prompts"] == 5 and decode.in_use()["reservations"] == 0
+        waiting.pop().cancel()
+        encoding.set()
+        expected = reference.generate("Which fruit?", [picture], max_tokens=21)
+        assert [tokens(answer) for answer in await asyncio.gather(*waiting)] == [expected] * 4
         await Books({"ep": prefill.url, "d": decode.url}).check()

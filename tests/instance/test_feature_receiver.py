@@ -87,7 +87,7 @@ class Bench:
         task.cancel()
 
     async def complete(self, request_id: str = "r", items: tuple[wire.MediaRef, ...] = (ITEM,)) -> None:
-        await asyncio.wait_for(self.receiver.complete(request_id, list(items)), 300)
+        await asyncio.wait_for(self.receiver.complete(request_id, [item.mm_hash for item in items]), 300)
 
     def end(self, *request_ids: str) -> None:
         """End the last requests: nothing is held."""

@@ -172,6 +172,19 @@ def test_an_image_seen_before_is_not_encoded_again(deployed: Deploy) -> None:
     assert simulate(deployed("2E-P-D"), requests).num_encoded == 80
 
 
+def test_pictures_that_wait_for_their_encoder_keep_no_place_at_the_decode_instance(deployed: Deploy) -> None:
+    deployment = deployed("E-P-D", batching=Batching(ttft_s=2.0, max_num_seqs=2))
+    pictures = [
+        SimRequest(at_s=1.0, images=((f"{n}", 784 * 5000),), num_text_tokens=12, num_output_tokens=5)
+        for n in range(6)
+    ]
+    text = SimRequest(at_s=1.01, num_text_tokens=12, num_output_tokens=5)
+    outcome = simulate(deployment, [*pictures, text])
+    check_books(outcome)
+    *shown, written = outcome.jobs
+    assert (written.finish_s or 0.0) < min(job.first_token_s or 0.0 for job in shown)
+
+
 def test_equal_stages_on_one_device_slow_each_other_down(deployed: Deploy) -> None:
     requests = load(SHAREGPT_4O, 100, 14.0)
     assert ttft_s(simulate(deployed("E-P-D"), requests)) < ttft_s(simulate(deployed("(E-P)-D"), requests))
