@@ -197,9 +197,9 @@ class Engine:
     # ------------------------------------------------------------------ requests in
 
     def first_item(self, sequence: Sequence) -> MediaSpan | None:
-        """Return the media item whose feature a prompt needs first, unless all KV of its items is cached."""
+        """Return the media item whose feature the first step of a new prompt needs, if any."""
         with self.changed:
-            return self._tables.first_item(sequence)
+            return self.queues.first_item(sequence)
 
     @contextmanager
     def awaiting(self, mm_hash: str) -> Iterator[None]:

@@ -157,7 +157,7 @@ class Prefiller:
     async def _hand_over(self, decode_url: str, sequence: Sequence, answer: Answer) -> Reply:
         """Compute the prompt and hand the answer over to a decode instance.
 
-        D reserves blocks and a place in its steps once the first needed feature is here: an encode may be slow.
+        D reserves blocks and a place in its steps once the first step can compute: an encode may be slow.
         """
         item = self.engine.first_item(sequence) if sequence.spans else None
         if item is not None and not self.receiver.has(item.mm_hash):

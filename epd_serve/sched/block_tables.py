@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from epd_serve.cache.block_pool import BlockPool, num_blocks_for
 from epd_serve.errors import InvalidRequest
 from epd_serve.sched.sequence import Sequence
-from epd_serve.types import MediaSpan
 
 
 class BlockMemory(Protocol):
@@ -56,11 +55,6 @@ class BlockTables:
     def num_cached(self, sequence: Sequence) -> int:
         """Return how many leading tokens of a sequence without blocks the prefix cache holds."""
         return len(self._pool.match(sequence.reusable_hashes(self._pool.block_size))) * self._pool.block_size
-
-    def first_item(self, sequence: Sequence) -> MediaSpan | None:
-        """Return the first media item of a sequence without blocks whose KV the prefix cache lacks."""
-        start = self.num_cached(sequence)
-        return next((span for span in sequence.spans if span.end > start), None)
 
     def num_needed(self, sequence: Sequence) -> int:
         """Return the blocks that a sequence needs to be admitted or, if it has some, to continue."""

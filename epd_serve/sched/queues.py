@@ -12,6 +12,7 @@ from epd_serve.sched.block_tables import BlockMemory, BlockTables
 from epd_serve.sched.schedule import Budget, Features, ScheduleOutput, possible_prefills, ready_tokens, schedule
 from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.step_cost import StepCost
+from epd_serve.types import MediaSpan
 
 #: A sequence goes first after waiting for this many times TTFT_max.
 PATIENCE = 4.0
@@ -139,6 +140,12 @@ class Queues:
         held = (*self._preempted, *self._running)
         uncached = sum(s.num_tokens - self.tables.num_cached(s) for s in self._waiting)
         return sum(s.num_uncomputed for s in held) + uncached
+
+    def first_item(self, sequence: Sequence) -> MediaSpan | None:
+        """Return the media item whose feature the first step of a prompt without blocks needs, if any."""
+        start = self.tables.num_cached(sequence)
+        end = start + self._budget.max_num_tokens
+        return next((span for span in sequence.spans if span.end > start and span.start < end), None)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the pool is inconsistent or sequences share a recurrent state."""

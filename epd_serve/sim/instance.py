@@ -219,8 +219,8 @@ class SimInstance:
     # ------------------------------------------------------------------ requests
 
     def await_item(self, sequence: Sequence, then: Callable[[], None]) -> None:
-        """Call ``then`` once the feature that a prompt needs first is here."""
-        item = self.queues.tables.first_item(sequence)
+        """Call ``then`` once the feature that a prompt's first step needs is here."""
+        item = self.queues.first_item(sequence)
         if item is None or item.mm_hash in self.features:
             then()
         else:

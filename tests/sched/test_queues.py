@@ -2,6 +2,7 @@
 
 from unittest.mock import Mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sequences import sequence
@@ -12,7 +13,7 @@ from epd_serve.sched.queues import KVLostError, Order, Queues
 from epd_serve.sched.schedule import Budget
 from epd_serve.sched.sequence import SequenceState
 from epd_serve.sched.step_cost import StepCost, StepPace
-from epd_serve.types import SamplingParams
+from epd_serve.types import MediaSpan, SamplingParams
 
 
 class Memory:
@@ -173,6 +174,18 @@ def test_what_the_cache_holds_of_a_waiting_prompt_is_no_work():
     assert bench.queues.num_waiting_tokens == 12
     bench.pool.register(block[0], hashes[0])
     assert bench.queues.num_waiting_tokens == 11
+
+
+@pytest.mark.parametrize(("start", "needed"), [(1, False), (2, True), (60, True), (102, True), (103, False)])
+def test_the_first_step_of_a_prompt_needs_the_items_that_it_reaches(start, needed):
+    bench = Bench(200)  # steps of 100 tokens
+    block = bench.pool.allocate(3)
+    hashes = [bytes([i]) * 32 for i in range(4)]
+    for own, key in zip(block, hashes, strict=False):
+        bench.pool.register(own, key)
+    prompt = sequence(150, spans=[MediaSpan(start, 2, "picture")])
+    prompt.block_hashes = hashes
+    assert bench.queues.first_item(prompt) == (prompt.spans[0] if needed else None)
 
 
 @given(
