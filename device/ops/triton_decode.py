@@ -163,7 +163,7 @@ def _merge_kernel(
     best = tl.max(log_sum, 0)
     total = tl.sum(tl.exp2(log_sum - best), 0)
     dims = tl.arange(0, HEAD_PAD)
-    merged = tl.zeros([HEAD_PAD], tl.float32)
+    weighted = tl.zeros([SOME, HEAD_PAD], tl.float32)
     for first in range(0, num_splits, SOME):
         some = first + tl.arange(0, SOME)
         written = some * span < context
@@ -171,8 +171,8 @@ def _merge_kernel(
         offsets = (head * num_splits + some)[:, None] * HEAD_DIM + dims[None, :]
         mask = written[:, None] & (dims[None, :] < HEAD_DIM)
         results = tl.load(partial + offsets, mask=mask, other=0.0)
-        merged += tl.sum(results * weights[:, None], 0)
-    merged = merged / total
+        weighted += results * weights[:, None]
+    merged = tl.sum(weighted, 0) / total  # not in the loop, where its barriers would wait for each load
     tl.store(output + head * HEAD_DIM + dims, merged.to(output.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
