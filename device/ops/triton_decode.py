@@ -119,8 +119,8 @@ def _split_kernel(
         page = tl.load(pages + (positions + TILE) // BLOCK_SIZE, mask=positions + TILE < end, other=0)
         # Entries past the context may hold garbage, even NaN, and are never loaded.
         mask = seen[:, None] & (dims[None, :] < HEAD_DIM)
-        k = tl.load(keys + offsets, mask=mask, other=0.0).to(q.dtype)
-        v = tl.load(values + offsets, mask=mask, other=0.0).to(q.dtype)
+        k = tl.load(keys + offsets, mask=mask, other=0.0)
+        v = tl.load(values + offsets, mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
@@ -191,7 +191,7 @@ def paged_decode(
 
     Args:
         query: [B, Hq, D], any strides, float16, bfloat16 or float32.
-        kv_layer: [2, num_blocks, block_size, Hkv, D] with D contiguous; the query's dtype or a narrower float.
+        kv_layer: [2, num_blocks, block_size, Hkv, D] with D contiguous, in the query's dtype.
         block_table: [B, max_blocks] integers, rows contiguous.
         context_lens: [B] integers, at least 1 each.
         cores: multiprocessors to fill.
