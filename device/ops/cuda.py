@@ -88,7 +88,7 @@ class CudaOps(PlainOps):
     ) -> None:
         if not self._has_fast_cudnn or dtype == torch.float32 or not _fits_cudnn(head_dim):
             return
-        for length in range(DENSE_TOKENS, max_num_tokens + 1, DENSE_MULTIPLE):
+        for length in range(DENSE_TOKENS, max_num_tokens + DENSE_MULTIPLE, DENSE_MULTIPLE):
             query, key, value = (
                 torch.zeros(length, heads, head_dim, dtype=dtype, device=device)
                 for heads in (num_heads[0], num_heads[1], num_heads[1])
@@ -171,7 +171,7 @@ class CudaOps(PlainOps):
         if not isinstance(prefills, PackedPrefills):
             return super().attend(query, key, value, kv_layer, prefills, scale)
         if prefills.slots is not None:
-            key, value = _gather(kv_layer, prefills.slots, query.dtype)
+            key, value = _gather(kv_layer, prefills.slots)
         ends, longest = (prefills.query_ends, prefills.context_ends), (prefills.max_query, prefills.max_context)
         return self._flash(query, key, value, ends, longest, scale, causal=True)
 
@@ -223,15 +223,9 @@ def _pack(meta: AttnMeta) -> PackedPrefills:
     )
 
 
-def _gather(kv_layer: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return K and V of the slots, [len(slots), Hkv, D] each, in the dtype of the queries."""
-    stored = kv_layer.view(2, -1, *kv_layer.shape[3:])
-    if kv_layer.dtype == dtype:
-        keys, values = stored.index_select(1, slots).unbind(0)
-        return keys, values
-    # torch cannot index narrow floats, only their bytes.
-    gathered = stored.view(torch.uint8).index_select(1, slots).view(kv_layer.dtype).to(dtype)
-    keys, values = gathered.unbind(0)
+def _gather(kv_layer: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return K and V of the slots, [len(slots), Hkv, D] each."""
+    keys, values = kv_layer.view(2, -1, *kv_layer.shape[3:]).index_select(1, slots).unbind(0)
     return keys, values
 
 

@@ -119,8 +119,8 @@ def _split_kernel(
         page = tl.load(pages + (positions + TILE) // BLOCK_SIZE, mask=positions + TILE < end, other=0)
         # Entries past the context may hold garbage, even NaN, and are never loaded.
         mask = seen[:, None] & (dims[None, :] < HEAD_DIM)
-        k = tl.load(keys + offsets, mask=mask, other=0.0).to(q.dtype)
-        v = tl.load(values + offsets, mask=mask, other=0.0).to(q.dtype)
+        k = tl.load(keys + offsets, mask=mask, other=0.0)
+        v = tl.load(values + offsets, mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
@@ -163,7 +163,7 @@ def _merge_kernel(
     best = tl.max(log_sum, 0)
     total = tl.sum(tl.exp2(log_sum - best), 0)
     dims = tl.arange(0, HEAD_PAD)
-    merged = tl.zeros([HEAD_PAD], tl.float32)
+    weighted = tl.zeros([SOME, HEAD_PAD], tl.float32)
     for first in range(0, num_splits, SOME):
         some = first + tl.arange(0, SOME)
         written = some * span < context
@@ -171,8 +171,8 @@ def _merge_kernel(
         offsets = (head * num_splits + some)[:, None] * HEAD_DIM + dims[None, :]
         mask = written[:, None] & (dims[None, :] < HEAD_DIM)
         results = tl.load(partial + offsets, mask=mask, other=0.0)
-        merged += tl.sum(results * weights[:, None], 0)
-    merged = merged / total
+        weighted += results * weights[:, None]
+    merged = tl.sum(weighted, 0) / total  # not in the loop, where its barriers would wait for each load
     tl.store(output + head * HEAD_DIM + dims, merged.to(output.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
@@ -191,7 +191,7 @@ def paged_decode(
 
     Args:
         query: [B, Hq, D], any strides, float16, bfloat16 or float32.
-        kv_layer: [2, num_blocks, block_size, Hkv, D] with D contiguous; the query's dtype or a narrower float.
+        kv_layer: [2, num_blocks, block_size, Hkv, D] with D contiguous, in the query's dtype.
         block_table: [B, max_blocks] integers, rows contiguous.
         context_lens: [B] integers, at least 1 each.
         cores: multiprocessors to fill.

@@ -211,14 +211,14 @@ def _write_kernel(
     v = tl.load(value + (tokens * value_token_stride)[:, None] + value_columns[None, :], mask=mask)
     rows = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
     cells = rows[:, None] + (heads * head_stride + dims)[None, :]
-    tl.store(keys + cells, k.to(keys.dtype.element_ty), mask=mask)
-    tl.store(values + cells, v.to(values.dtype.element_ty), mask=mask)
+    tl.store(keys + cells, k, mask=mask)
+    tl.store(values + cells, v, mask=mask)
 
 
 def write_kv(key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
     """Store K and V [T, Hkv, D], any strides, into ``kv_layer`` [2, num_blocks, block_size, Hkv, D] at slots [T].
 
-    Numbers are converted to the cache's dtype. D is contiguous in the cache.
+    The cache has their dtype, and D is contiguous in it.
     """
     num_tokens, kv_heads, head_dim = key.shape
     assert kv_layer.stride(4) == 1 and slot_mapping.stride(0) == 1

@@ -239,6 +239,7 @@ def _draw_kernel(
         else:
             amounts = tl.load(sums + blocks, mask=blocks < num_blocks, other=0.0)
             amounts *= tl.exp((most - best) / temperature)
+            tl.debug_barrier()  # several threads read each sum where there are fewer sums than threads
             tl.store(sums + blocks, amounts, mask=blocks < num_blocks)
             total = tl.sum(amounts.to(tl.float64), axis=0)
             tl.debug_barrier()

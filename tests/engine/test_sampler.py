@@ -153,6 +153,12 @@ def test_the_smallest_temperatures_choose_the_best_token(logits: torch.Tensor, t
     assert draw(logits, sequence(temperature=temperature)) == [int(logits.argmax())]
 
 
+def test_a_min_p_of_1_leaves_the_best_token() -> None:
+    logits = torch.randn(20, VOCAB, generator=torch.Generator().manual_seed(3)) * 50
+    rows = [Row(sequence(temperature=0.7, min_p=1.0), 0)] * len(logits)
+    assert [token.token_id for token in sample(logits, rows)] == logits.argmax(-1).tolist()
+
+
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0},

@@ -116,7 +116,7 @@ class RowDrawer:
     def draw(self, values: Tensor, row: Row) -> int:
         """Draw a token from logits [width], ignoring top-k."""
         sampling, weights = row.sampling, self._weights[: self.width]
-        weights.copy_(values)  # then the largest weight is 1
+        weights.copy_(values)  # then the largest weight is about 1
         best = weights.amax()
         if sampling.temperature >= _MIN_SCALED:
             torch.add(best / -sampling.temperature, weights, alpha=1 / sampling.temperature, out=weights)
@@ -127,7 +127,8 @@ class RowDrawer:
         if not math.isfinite(total):  # all tokens are forbidden, or the logits are NaN
             return int(values.argmax())
         if sampling.min_p:
-            total = self._drop(float(np.nextafter(np.float32(sampling.min_p), np.float32(0))))
+            least = np.float32(sampling.min_p) * self._weights_np.max()
+            total = self._drop(float(np.nextafter(least, np.float32(0))))
         token = self._invert(row.uniform())
         attempt = 0
         while sampling.top_p < 1.0:
