@@ -52,6 +52,7 @@ WHEELS = (
         "blake3",
         "fastapi",
         "httptools",
+        "llguidance",
         "msgspec",
         "prometheus_client",
         "psutil",
