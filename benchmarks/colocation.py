@@ -36,16 +36,16 @@ from device.emulated.timed import TimedDevice
 from device.registry import get_device
 from epd_serve.cost.roofline import emulated_profile
 from epd_serve.engine.device_board import DeviceBoard
-from epd_serve.engine.dual_stream import LanguageStream, TowerStream
+from epd_serve.engine.dual_stream import LANGUAGE_PRIORITY, LanguageStream, TowerStream
 from epd_serve.sched.step_cost import StepWork
 
 #: Of the tower, where it has one, and of the decodes beside it under MPS.
 TOWER_SHARE = 0.5
-#: By mode: priorities of the decodes' stream and of the tower's, and the tower's share.
-MODES: dict[str, tuple[int, int, float | None]] = {
-    "none": (0, 0, None),
-    "priority": (-1, 0, None),
-    "tower_share": (-1, 0, TOWER_SHARE),
+#: By mode: priority and share of the tower's stream. Graphs of decodes keep the priority of their capture.
+MODES: dict[str, tuple[int, float | None]] = {
+    "none": (LANGUAGE_PRIORITY, None),
+    "priority": (0, None),
+    "tower_share": (0, TOWER_SHARE),
 }
 _SECONDS, _TINY_SECONDS, _LOAD_S = 5.0, 0.2, 600.0
 
@@ -74,8 +74,8 @@ def emulate(kind: str, mode: str, *, batch: int = 128, context: int = 1024, side
     device = TimedDevice(kind, 0, clock=clock, sleep=clock.sleep)
     board = DeviceBoard(None, 0, clock)
     language = LanguageStream(device, board, limit_s=None, clock=clock)
-    share = MODES[mode][2] if mode != "alone" else None
-    tower = TowerStream(device, board, priority=-1 if mode == "none" else 0, share=share, clock=clock)
+    priority, share = MODES.get(mode, (0, None))
+    tower = TowerStream(device, board, priority=priority, share=share, clock=clock)
     work = StepWork.of([context] * batch, [])
     step_s, demand = profile.step_demand(
         work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs
@@ -103,24 +103,23 @@ def measure(
     device: Device, path: Path, limits: Mapping[str, float], *, tiny: bool
 ) -> Iterator[tuple[str, dict[str, float] | str]]:
     """Yield the figures of each mode for a checkpoint, or the reason why it cannot be had here."""
+    model = _Model(path, device, limits, tiny=tiny)
+    with device.stream(LANGUAGE_PRIORITY):
+        model.load()
     for mode in ("alone", *MODES):
         try:
-            yield mode, _in_one_process(path, device, limits, mode, tiny=tiny)
-        except ValueError as error:
+            yield mode, _in_one_process(model, device, mode, tiny=tiny)
+        except (ValueError, RuntimeError) as error:
             yield mode, f"not run: {error}"
-        empty_cache(device)
+    del model
+    empty_cache(device)
     yield "processes", _in_two_processes(path, device.name, dict(os.environ), tiny=tiny)
     with tempfile.TemporaryDirectory() as folder:
         yield "mps", _under_mps(path, device, Path(folder, "mps"), tiny=tiny)
 
 
-def _in_one_process(
-    path: Path, device: Device, limits: Mapping[str, float], mode: str, *, tiny: bool
-) -> dict[str, float]:
-    urgent, low, share = MODES.get(mode, (-1, 0, None))
-    streams = {"decode": device.stream(urgent), "tower": device.stream(low, share)}
-    with streams["decode"]:  # whose priority the graphs keep
-        model = _Model(path, device, limits, tiny=tiny)
+def _in_one_process(model: _Model, device: Device, mode: str, *, tiny: bool) -> dict[str, float]:
+    streams = {"decode": device.stream(LANGUAGE_PRIORITY), "tower": device.stream(*MODES.get(mode, (0, None)))}
     sides = ["decode"] if mode == "alone" else ["decode", "tower"]
     with ThreadPoolExecutor(len(sides)) as threads:
         prepared = [threads.submit(_prepared, model, device, side, streams[side]) for side in sides]
@@ -134,9 +133,11 @@ def _in_one_process(
 
 def _prepared(model: _Model, device: Device, side: str, stream: Stream) -> Callable[[float, float], list[float]]:
     """A loop over one side's work between two points of the monotonic clock, for the seconds of each call."""
-    work = model._encode_call(1)
-    if side == "decode":
+    if side == "tower":
+        work = model._encode_call(1)
+    else:
         work = partial(model._graphs.compute, model._inputs(decodes=model.batches[-1]))
+    device.synchronize()  # the weights were loaded on another stream
 
     def loop(start_s: float, end_s: float) -> list[float]:
         device.activate()
@@ -219,10 +220,7 @@ def _be_side(name: str, side: str, path: Path, *, tiny: bool) -> int:
     """One process: says that it is ready, reads the times to begin and to end, writes the seconds of each call."""
     device = get_device(name)
     device.activate()
-    stream = device.stream()
-    with stream:
-        model = _Model(path, device, {}, tiny=tiny)
-    loop = _prepared(model, device, side, stream)
+    loop = _prepared(_Model(path, device, {}, tiny=tiny), device, side, device.stream())
     print("ready", flush=True)
     start_s, end_s = map(float, sys.stdin.readline().split())
     print(json.dumps(loop(start_s, end_s)))

@@ -22,7 +22,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -60,43 +60,58 @@ def measure_shape(
 
 
 class _Model:
-    """Tower and language model of one checkpoint with a KV cache for the largest case."""
+    """Tower and language model of one checkpoint with a KV cache for the largest case, each from its first use."""
 
     def __init__(self, path: Path, device: Device, limits: Mapping[str, float], *, tiny: bool) -> None:
-        self._device, self._limits = device, limits
+        self._path, self._device, self._limits = path, device, limits
         self._block_size = 128 if device.type == "npu" else 16  # what Ascend's operators recommend
         self.prompts = [64, 128] if tiny else [1024, 2048, 8192]
         self.batches = [1, 4] if tiny else [1, 64, 256]
         self.beside = 4 if tiny else 64
         self.context, self.served_context = (64, 32) if tiny else (2048, 236)
         self.side = 8 if tiny else 64
+        self.chunks = [16, 96] if tiny else [96, 480, 960, 2048]
         self._repeats = 2 if tiny else 20
         family = load_family(path)
         self._axes = family.num_position_axes
         self._patch_width = 6 * family.config.vision_config.patch_size**2
-        self._tower = Tower(path, torch.bfloat16, device)
-        self.chunks = [16, 96] if tiny else [96, 480, 960, 2048]
-        self._model = model = LanguageModel(path, torch.bfloat16, device)
         text = family.config.get_text_config()
-        table = text.vocab_size * text.hidden_size
-        tables = 1 if family.config.tie_word_embeddings else 2
-        self._layer_parameters = model.num_parameters - tables * table
-        self._decode_parameters = self._layer_parameters + table
+        self._table = text.vocab_size * text.hidden_size
+        self._num_tables = 1 if family.config.tie_word_embeddings else 2
+
+    @cached_property
+    def _tower(self) -> Tower:
+        return Tower(self._path, torch.bfloat16, self._device)
+
+    @cached_property
+    def _model(self) -> LanguageModel:
+        return LanguageModel(self._path, torch.bfloat16, self._device)
+
+    @cached_property
+    def _kv(self) -> Tensor:
+        model = self._model
         mixed = self.batches[-1] * (self.context + self._block_size) + self.chunks[-1] + self._block_size
-        tokens = max(*self.prompts, mixed)
         shape = (
             model.num_layers,
             2,
-            tokens // self._block_size + 2,
+            max(*self.prompts, mixed) // self._block_size + 2,
             self._block_size,
             model.num_kv_heads,
             model.head_dim,
         )
-        self._kv = torch.zeros(shape, dtype=torch.bfloat16, device=device.torch_device)
-        self._eager, self._graphs = (
-            self._runner([], []),
-            self._runner(self.batches, prefill_graph_sizes(max(self.prompts))),
-        )
+        return torch.zeros(shape, dtype=torch.bfloat16, device=self._device.torch_device)
+
+    @cached_property
+    def _eager(self) -> StepRunner:
+        return self._runner([], [])
+
+    @cached_property
+    def _graphs(self) -> StepRunner:
+        return self._runner(self.batches, prefill_graph_sizes(max(self.prompts)))
+
+    @property
+    def _layer_parameters(self) -> int:
+        return self._model.num_parameters - self._num_tables * self._table
 
     def _runner(self, graph_sizes: list[int], prefill_sizes: list[int]) -> StepRunner:
         runner = StepRunner(
@@ -112,6 +127,10 @@ class _Model:
         )
         runner.activate()
         return runner
+
+    def load(self) -> None:
+        """Load the tower, and the language model with its graphs, on the current stream."""
+        _ = self._tower, self._graphs
 
     def measure(self) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "parameters", {"tower": self._tower.num_parameters, "language": self._model.num_parameters}
@@ -183,7 +202,7 @@ class _Model:
             with never_waiting(self._device):
                 runner.compute(again)
             seconds = self._seconds(partial(runner.compute, again), self._repeats)
-            read = (2 * self._decode_parameters + kv_bytes) / seconds / 1e9
+            read = (2 * (self._layer_parameters + self._table) + kv_bytes) / seconds / 1e9
             result[name] = {
                 "ms": seconds * 1e3,
                 "tokens_s": batch / seconds,

@@ -60,10 +60,11 @@ def run_ms(device: Device, call: Callable[[], object]) -> float:
 
 def ceilings(device: Device, *, tiny: bool) -> dict[str, float]:
     """Measure this device's peak rates with torch's own calls: a large copy (read and written), a bf16 product."""
-    where, size = device.torch_device, 64 if tiny else 8192
-    source = torch.randn(1 << (16 if tiny else 30), device=where, dtype=torch.bfloat16)
+    size = 64 if tiny else 8192
+    random = partial(torch.randn, device=device.torch_device, dtype=torch.bfloat16)  # seconds on a host
+    source = random(1 << (16 if tiny else 30))
     target = torch.empty_like(source)
-    left, right = torch.randn(2, size, size, device=where, dtype=torch.bfloat16).unbind(0)
+    left, right = random(2, size, size).unbind(0)
     return {
         "copy_gb_s": 2 * source.nbytes / call_ms(device, [partial(target.copy_, source)]) / 1e6,
         "bf16_matmul_tflop_s": 2 * size**3 / call_ms(device, [partial(torch.mm, left, right)]) / 1e9,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import cast
+import inspect
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 MAX_HEAD_DIM = 256
+#: torch 2.11, the version of the GPU image in docs/reports/gpu.md, groups heads without this argument.
+_GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def varlen(
@@ -28,7 +31,7 @@ def varlen(
     With ``causal`` the last query of a sequence sees all its keys, the one before all but one, and so on.
     """
     lengths, window = (query_ends, key_ends, max_query, max_key), (-1, 0 if causal else -1)
-    output = varlen_attn(query, key, value, *lengths, scale=scale, window_size=window, enable_gqa=True)
+    output = varlen_attn(query, key, value, *lengths, scale=scale, window_size=window, **_GROUPED)
     return cast(Tensor, output)
 
 

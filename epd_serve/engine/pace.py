@@ -225,6 +225,9 @@ class StepTimer:
             has_room = shape.num_blocks(self.block_size) < self.num_blocks
             if has_room and count <= max_num_tokens and context <= longest:
                 self.step(shape, sampling)()
+        if compiled_by:  # greedy: a replayed decode, and a chunk behind a cached prefix
+            self.step(StepShape(num_decodes=1, context=2))()
+            self.step(StepShape(chunks=((self.block_size, 1),)))()
 
     def _sequence(
         self, blocks: Iterator[int], num_computed: int, count: int, sampling: SamplingParams

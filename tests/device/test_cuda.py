@@ -44,6 +44,19 @@ print(device.cuda.make_ops(132, (9, 0)).name)
 print(device.cuda.make_ops(132, (7, 5)).name)
 """
 
+TORCH_2_11 = """
+import torch
+from torch.nn.attention import varlen
+
+def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    return query + value
+
+varlen.varlen_attn = varlen_attn
+import device.cuda
+states = torch.ones(4, 2, 8, dtype=torch.bfloat16)
+print(device.cuda.make_ops(132, (9, 0)).encode(states, states, states, [0, 4], 1.0).mean().item())
+"""
+
 
 def test_it_works_without_triton_and_says_so() -> None:
     done = subprocess.run(
@@ -57,6 +70,17 @@ def test_it_works_without_triton_and_says_so() -> None:
     hopper, turing = done.stdout.splitlines()
     assert "Triton is not installed" in hopper and "flash" in hopper
     assert turing.startswith("plain torch")
+
+
+def test_attention_of_a_torch_that_groups_heads_unasked() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TORCH_2_11],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.stdout == "2.0\n", done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("lacks", ["a C compiler", "Python's headers"])

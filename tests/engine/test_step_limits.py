@@ -7,7 +7,8 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import tiny_models
@@ -17,8 +18,10 @@ from epd_serve.config import InstanceOptions
 from epd_serve.config.sections import SLOConfig
 from epd_serve.engine import pace
 from epd_serve.engine.pace import MEASURE_S, StepLimits, StepTimer, median_s
+from epd_serve.engine.step import StepRunner
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.loading.checkpoint import CheckpointModel
+from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.step_sizes import StepShape
 from epd_serve.types import Role
 
@@ -121,6 +124,24 @@ async def test_budgets_come_from_the_slo_and_answers_stay(
         tight = await budgets(instance)
     assert tight["image_budget_pixels"] == 2 * IMAGE_PIXELS
     assert tight["correction"] != 1, "nothing was learnt from real steps"
+
+
+def test_steps_before_an_instance_is_ready_are_of_each_kind() -> None:
+    steps: list[ScheduleOutput] = []
+
+    class Runner:
+        def launch(self, output: ScheduleOutput, features: object) -> Mock:
+            steps.append(output)
+            return Mock()
+
+    timer = StepTimer(cast(StepRunner, Runner()), num_blocks=64, block_size=16, num_position_axes=1)
+    timer.warm_up((), 256, 512)
+    assert not steps, "a device that compiles nothing"
+    timer.warm_up(((33, 2),), 256, 512)
+    alone = [step.decodes[0].sampling for step in steps if not step.prefills]
+    assert [sampling.greedy for sampling in alone] == [True]
+    behind = [sequence.num_computed for step in steps for sequence, _ in step.prefills]
+    assert behind == [0, 16]
 
 
 @pytest.mark.parametrize(("role", "slo"), [("PD", "tpot"), ("E", "ttft")])
