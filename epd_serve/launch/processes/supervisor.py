@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from epd_serve.config.sections import HANG_TIMEOUT_S
 from epd_serve.errors import InstanceUnreachable, ServeError
+from epd_serve.launch.processes.forking import end_server
 from epd_serve.launch.processes.process import ProcessDied, ProcessSpec, ProcessState, RunningProcess, spawn
 from epd_serve.lifeline import CLEAN_UP_S
 from epd_serve.rpc.http import HttpPool, HttpServer
@@ -331,9 +332,15 @@ class Process:
         self._signal(signal.SIGQUIT)
 
     async def stop(self) -> None:
-        """Ask the process to end (SIGTERM), and kill it after the seconds of its spec or of its turn."""
+        """Ask the process to end (SIGTERM), and kill it after the seconds of its spec or of its turn.
+
+        An instance that is not ready is killed at once, as it has nothing to finish.
+        """
         if self._starting is not None:  # a cancelled start continues
-            with suppress(OSError):
+            if self.spec.can_fork and not self._starting.done():
+                self._starting.cancel()
+                end_server()  # it still imports, which can take long
+            with suppress(OSError, asyncio.CancelledError):
                 self._process = await self._starting
         if self._process is None:
             self.state = ProcessState.STOPPED
@@ -341,7 +348,8 @@ class Process:
         if self.state is ProcessState.WAITING:
             self.enter(ProcessState.STOPPED)
         if self.is_running and self.state is not ProcessState.STOPPING:
-            self._signal(signal.SIGTERM)
+            has_work = self.ready.is_set() or self.spec.stops != "then"
+            self._signal(signal.SIGTERM if has_work else signal.SIGKILL)
         if not await self._ends_within(self.spec.grace_s or GRACES_S[self.spec.stops]):
             self.kill()
             await self.wait_end()
