@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +17,7 @@ from epd_serve.errors import InstanceUnreachable, ServeError
 from epd_serve.launch.processes.forking import end_server
 from epd_serve.launch.processes.process import ProcessDied, ProcessSpec, ProcessState, RunningProcess, spawn
 from epd_serve.lifeline import CLEAN_UP_S
+from epd_serve.protocol.instance_state import RESTARTS
 from epd_serve.rpc.http import HttpPool, HttpServer
 from epd_serve.rpc.tls import tls_files
 
@@ -273,7 +275,9 @@ class Process:
         """Start the process, or restart it after its death. Raises OSError."""
         self._started_at, self._hung = time.monotonic(), ""
         self.enter(ProcessState.STARTING)
-        self._starting = asyncio.ensure_future(spawn(self.spec, self.log_file))
+        environment = {**self.spec.environment, RESTARTS: str(self.num_starts)}
+        spec = replace(self.spec, environment=environment)
+        self._starting = asyncio.ensure_future(spawn(spec, self.log_file))
         self._process = await asyncio.shield(self._starting)
         self.num_starts += 1
 
