@@ -75,3 +75,20 @@ def test_ctrl_c_in_a_terminal_does_not_wait_for_imports(tmp_path: Path) -> None:
         finally:
             up.kill()
     assert up.returncode == 0 and "Traceback" not in said
+
+
+def test_a_script_without_a_guard_is_told_so_last(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import asyncio\n"
+        "from epd_serve.config import parse_config\n"
+        "from epd_serve.launch.deployment import LocalDeployment\n"
+        "async def main():\n"
+        "    async with LocalDeployment(parse_config('{topology: EPD, gateway: {port: 0}}')):\n"
+        "        pass\n"
+        "asyncio.run(main())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert 'which may lack if __name__ == "__main__":' in "".join(done.stderr.splitlines()[-2:])

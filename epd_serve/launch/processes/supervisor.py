@@ -375,6 +375,8 @@ class Process:
         code = self._process.returncode
         assert code is not None, "the process is still running"
         how = f"exit code {code}" if code >= 0 else self._hung or f"killed by {signal.Signals(-code).name}"
+        if self.spec.can_fork and code > 0 and not self.log_file.exists():  # it failed before its own code ran
+            how += ': it cannot import your script (error above), which may lack if __name__ == "__main__":'
         return ProcessDied(self.spec.name, how, self.log_file)
 
     async def _ask(self, timeout_s: float) -> int | None:
