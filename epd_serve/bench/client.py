@@ -269,7 +269,8 @@ async def model_names(http: aiohttp.ClientSession, url: str) -> list[str]:
         async with http.get(f"{url}/v1/models", timeout=_MEET_TIMEOUT) as answer:
             body = await answer.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise ValueError(f"no answer from {url}/v1/models: {error}; is --base-url right?") from error
+        hint = "does a deployment run ('epd-serve up'), and is --base-url right?"
+        raise ValueError(f"no answer from {url}/v1/models: {error}; {hint}") from error
     if answer.status == 401:
         said = _error_message(body)
         raise ValueError(f"{url} refuses the API key (HTTP 401: {said}); export OPENAI_API_KEY=KEY")

@@ -86,7 +86,7 @@ def take_items(workload: Workload, count: int | None, seed: int) -> list[Item]:
     if count is None:
         count = workload.num_items
         if count is None:
-            raise ValueError(f"workload {workload.name} is endless; set --num-requests")
+            raise ValueError(f"workload {workload.name} is endless; set --duration or --num-requests")
     items = list(islice(workload.items(seed), count))
     if not items:
         raise ValueError(f"workload {workload.name} contains no requests")

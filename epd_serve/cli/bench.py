@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from epd_serve.cli.admin import Deployment, running_url
 from epd_serve.cli.flags import BaseUrl
 
 _WORKLOADS = "sharegpt4o-like, visualwebinstruct-like, synthetic[,KEY=VALUE...], custom:FILE or trace:FILE"
@@ -17,6 +18,7 @@ _WORKLOADS = "sharegpt4o-like, visualwebinstruct-like, synthetic[,KEY=VALUE...],
 
 def bench(
     base_url: BaseUrl = "",
+    deployment: Deployment = None,
     workload: Annotated[str, typer.Option(help=_WORKLOADS)] = "synthetic",
     model: Annotated[str | None, typer.Option(help="Model; required if the server has several.")] = None,
     num_requests: Annotated[int, typer.Option(min=0, help="Requests of each run; 0 for the whole workload.")] = 0,
@@ -76,7 +78,8 @@ def bench(
 ) -> None:
     """Measure any OpenAI-compatible server: latencies, SLO attainment, goodput.
 
-    Ctrl-C waits for running requests. OPENAI_API_KEY is sent if set.
+    The default server is this machine's running deployment. Ctrl-C waits for running requests. OPENAI_API_KEY is
+    sent if set.
     """
     from epd_serve.bench.command import Output, redraw_bench, run_bench, slo_of
     from epd_serve.bench.types import SLO, RunSettings
@@ -85,15 +88,15 @@ def bench(
     output = Output(report=report, as_json=as_json, fail_on_slo=fail_on_slo, attainment=attainment)
     if redraw:
         raise typer.Exit(redraw_bench(_paths(redraw), slo_ttft_ms, slo_tpot_ms, output=output))
-    if compare and base_url:
-        raise ValueError("--compare starts the deployments that it measures; remove --base-url")
-    if not base_url and not compare:
-        raise ValueError("--base-url is missing, as in --base-url http://127.0.0.1:8000")
+    if compare and (base_url or deployment):
+        raise ValueError("--compare starts the deployments that it measures; name no other server")
+    if not compare:
+        base_url = (base_url or running_url(deployment)).rstrip("/").removesuffix("/v1")
     fields = _fields(extra_body)
     if ignore_eos:
         fields["ignore_eos"] = True
     settings = RunSettings(
-        base_url=base_url.rstrip("/").removesuffix("/v1"),
+        base_url=base_url,
         model=model or "",
         workload=workload,
         num_requests=num_requests,

@@ -12,6 +12,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -114,7 +115,10 @@ def _open(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
         return opener.open(urllib.request.Request(url + path, data, headers), timeout=600.0)
     except urllib.error.HTTPError as error:
         hint = "; set OPENAI_API_KEY to one of its keys" if error.code == 401 else ""
-        raise ValueError(f"{url} answered {error.code}: {error.read().decode(errors='replace')}{hint}") from error
+        said = error.read().decode(errors="replace")
+        with suppress(ValueError, KeyError, TypeError):  # not of OpenAI's form
+            said = json.loads(said)["error"]["message"]
+        raise ValueError(f"{url} answered {error.code}: {said}{hint}") from error
     except (OSError, http.client.HTTPException) as error:
         hint = "start a deployment with 'epd-serve up', or name another server with --base-url"
         raise ValueError(f"nothing answers at {url} ({getattr(error, 'reason', error)}); {hint}") from error

@@ -8,11 +8,13 @@ from typing import Annotated
 
 import typer
 
+from epd_serve.cli.admin import Deployment, running_url
 from epd_serve.cli.flags import BaseUrl, writable
 
 
 def verify(
     base_url: BaseUrl = "",
+    deployment: Deployment = None,
     model: Annotated[str, typer.Option(help="Model; required if the server has several.")] = "",
     suite: Annotated[list[str] | None, typer.Option(help="api, answers, media or faults; default: all.")] = None,
     check: Annotated[list[str] | None, typer.Option(help="A single check, by its name in --list.")] = None,
@@ -35,17 +37,16 @@ def verify(
 ) -> None:
     """Check any OpenAI-compatible multimodal server: types, answers, hostile media, faults.
 
-    The exit code is 1 if a check fails. OPENAI_API_KEY is sent if set.
+    The default server is this machine's running deployment. The exit code is 1 if a check fails. OPENAI_API_KEY is
+    sent if set.
     """
     from epd_serve.verify.runner import list_checks, verify_server
 
     if list_:
         list_checks(suite or ())
         return
-    if not base_url:
-        raise ValueError("--base-url is missing, as in --base-url http://127.0.0.1:8000")
     code = verify_server(
-        base_url.rstrip("/").removesuffix("/v1"),
+        (base_url or running_url(deployment)).rstrip("/").removesuffix("/v1"),
         model=model,
         suites=suite or (),
         names=check or (),

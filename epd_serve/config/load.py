@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import YAMLError
 
+from epd_serve.config.faults import Location, faults_of
 from epd_serve.config.schema import DeploymentConfig
-from epd_serve.config.sections import VLLM_FLAGS, Section, overlay
+from epd_serve.config.sections import overlay
 
 
 class ConfigError(ValueError):
@@ -51,7 +51,7 @@ def parse_config(text: str, *, source: str = "deployment", directory: Path | Non
         return DeploymentConfig.model_validate(values or {}, context={"directory": directory})
     except ValidationError as error:
         tree = YAML().load(text)
-        raise ConfigError(_faults(error, lambda location: f"{source}:{_line(tree, location)}")) from error
+        raise ConfigError(_lines(error, values, lambda location: f"{source}:{_line(tree, location)}")) from error
 
 
 def change_config(
@@ -61,29 +61,18 @@ def change_config(
 
     Raises ConfigError if the result violates the schema; ``source``: origin of the changes, for errors.
     """
+    values = overlay(config.model_dump(exclude_unset=True), changes)
     try:
-        return DeploymentConfig.model_validate(overlay(config.model_dump(exclude_unset=True), changes))
+        return DeploymentConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_faults(error, lambda location: source)) from error
+        raise ConfigError(_lines(error, values, lambda location: source)) from error
 
 
-def _faults(error: ValidationError, place: Any) -> str:
-    """Return a line per fault, without the given value, which may be a secret."""
-    lines = []
-    for fault in error.errors():
-        key = ".".join(map(str, fault["loc"]))
-        message = fault["msg"].removeprefix("Value error, ")
-        if fault["type"] == "extra_forbidden":
-            names = {**VLLM_FLAGS, "host": "gateway.host", "port": "gateway.port"}
-            here = names.get(str(fault["loc"][-1]))
-            meant = get_close_matches(str(fault["loc"][-1]), _names(Section), n=1)
-            message = "unknown key" + (f"; use {here}" if here else f"; did you mean {meant[0]}?" if meant else "")
-        lines.append(": ".join(filter(None, (place(fault["loc"]), key, message))))
-    return "\n".join(lines)
-
-
-def _names(section: type[Section]) -> set[str]:
-    return set(section.model_fields).union(*map(_names, section.__subclasses__()))
+def _lines(error: ValidationError, values: Any, place: Callable[[Location], str]) -> str:
+    faults = faults_of(error, values, DeploymentConfig)
+    return "\n".join(
+        ": ".join(filter(None, (place(key), ".".join(map(str, key)), fault))) for key, fault in faults.items()
+    )
 
 
 def _line(tree: Any, location: tuple[int | str, ...]) -> int:

@@ -300,6 +300,7 @@ class Instance:
             tokens_per_pixel=tokens_per_pixel,
             feature_token_bytes=self.model.feature_token_bytes,
             epoch=lifecycle.epoch,
+            num_restarts=int(os.environ.get(instance_state.RESTARTS, 0)),
             state=lifecycle.state,
             modalities=tuple(self.family.token_ids),
             usage=self._usage(),

@@ -9,6 +9,9 @@ import msgspec
 from epd_serve.protocol.wire import Count, Message, Name, Number, NumParameters, Text
 from epd_serve.types import StageRate
 
+#: Variable with an instance's ``num_restarts``.
+RESTARTS = "EPD_SERVE_RESTARTS"
+
 
 class Load(Message, frozen=True):
     """An instance's load, for routing. It counts requests from all gateways.
@@ -94,6 +97,7 @@ class InstanceInfo(Message, frozen=True):
         kv_token_bytes: KV bytes per token; 0 without a KV cache.
         tokens_per_pixel: approximate feature tokens per pixel; a feature takes ``feature_token_bytes`` per token.
         epoch: number of times this process has switched roles and rebuilt its caches.
+        num_restarts: number of processes that its supervisor started before this one.
         state: progress of a role switch (:class:`epd_serve.instance.lifecycle.SwitchState`).
         modalities: media that the tower accepts; empty for a text-only model.
         producer: kind of device and operators that compute its features.
@@ -124,6 +128,7 @@ class InstanceInfo(Message, frozen=True):
     tokens_per_pixel: Annotated[float, msgspec.Meta(ge=0, le=1e3)] = 0.0
     feature_token_bytes: Count = 0
     epoch: Count = 0
+    num_restarts: Count = 0
     state: Name = "SERVING"
     modalities: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ("image",)
     usage: Usage | None = None

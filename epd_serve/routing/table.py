@@ -97,7 +97,8 @@ class InstanceTable:
         self._drop_caches()
         before = record.info or info
         record.before = record.info if info.pid == before.pid else None
-        record.num_restarts += info.pid != before.pid
+        # this gateway may have started after some of them
+        record.num_restarts = max(record.num_restarts + (info.pid != before.pid), info.num_restarts)
         if (info.pid, info.epoch) != (before.pid, before.epoch):
             record.num_lives += 1  # another process, or one with empty caches
             record.features.clear()

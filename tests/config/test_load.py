@@ -50,6 +50,34 @@ def test_errors_name_file_line_and_key_and_show_no_value(tmp_path: Path, text: s
     assert "31337" not in str(caught.value), "it may be a secret"
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("roles: {X: {}}", "roles.X: write 'E', 'P', 'D', 'EP', 'ED', 'PD' or 'EPD', not 'X'"),
+        ("instances: 7", "instances: write keys and values, not a number"),
+        ("gateway:", "gateway: write keys and values, not an empty value"),
+        ("cluster_key: 31337", "cluster_key: write text or keys and values, not a number"),
+        (
+            "instances: {kv_cache_bytes: lots}",
+            "instances.kv_cache_bytes: write a number of bytes or text such as 8GiB, not 'lots'",
+        ),
+        (
+            "instances: {kv_transfer: {group_layers: 0}}",
+            "instances.kv_transfer.group_layers: write 'auto' or at least 1, not 0",
+        ),
+        ("vllm: {python: {E: 7}}", "vllm.python.E: write a path, not a number"),
+        ("model: {shape_of: 7}", "model.shape_of: write text, not a number"),
+        ("slo: {ttft_ms: .nan}", "slo.ttft_ms: write a finite number, not nan"),
+        ("kv_cache_bytes: 1GiB", "kv_cache_bytes: unknown key; use instances.kv_cache_bytes"),
+        ("gateway: {api_keys: [{name: a}]}", "gateway.api_keys.0.hash: required"),
+    ],
+)
+def test_a_wrong_value_is_one_sentence_with_what_to_write(text: str, fault: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, source="f.yaml")
+    assert str(caught.value) == f"f.yaml:1: {fault}"
+
+
 def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     for file in (

@@ -206,6 +206,7 @@ async def test_processes_that_die_meanwhile(deployment: LocalDeployment) -> None
     async with http_client() as client:
         info = (await client.get(f"{process.spec.url}/info")).json()
     assert info["role"] == "D", "what is started again has the role that it was switched to"
+    assert info["num_restarts"] == process.num_restarts
 
     async def kill_when_there() -> None:
         await until(lambda: any(one.spec.name == "p1" and one.is_running for one in deployment.processes))

@@ -90,6 +90,26 @@ def test_the_deployment_of_this_machine_needs_no_port(deployment: Run, capsys: p
     assert said == "epd-serve: no running deployment of this user is called 9000; running: 127.0.0.1:8123\n"
 
 
+def test_who_switches_the_last_encoder_learns_who_encodes_now(
+    deployment: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "No instance" not in run(capsys, "switch", "e0", "D")  # another one still encodes
+    rest = {**ANSWERS["/instances"], "instances": [{**one, "role": "D"} for one in INSTANCES]}
+    monkeypatch.setitem(ANSWERS, "/instances", rest)
+    assert "No instance has the stage E now: P encodes images itself" in run(capsys, "switch", "e0", "D")
+
+
+@pytest.mark.parametrize("command", [("bench", "--num-requests", "1"), ("verify",), ("chat",)])
+def test_clients_send_to_the_deployment_of_this_machine(
+    command: tuple[str, ...], deployment: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "http://127.0.0.1:8123" in run(capsys, *command)  # where none answers
+    other, lock = Run.begin("127.0.0.1:8124", None)
+    assert "several deployments are running; name one with --deployment" in run(capsys, *command)
+    assert "http://127.0.0.1:8124" in run(capsys, *command, "--deployment", "8124")
+    other.end(lock, keep_logs=False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

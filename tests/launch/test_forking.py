@@ -1,15 +1,17 @@
-"""The fork server imports modules without a call of CUDA, after which no fork can use a GPU, or fails clearly."""
+"""The fork server imports modules without a call of CUDA, after which no fork can use a GPU, or ends clearly."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from program import read_until
 
 #: In front of the driver and of CUDA's runtime.
 SPY = """
@@ -43,12 +45,50 @@ def test_modules_of_instances_are_imported_without_a_call_of_cuda(tmp_path: Path
     assert "CALLED" in after, "the spy sees nothing"
 
 
+UP = [sys.executable, "-m", "epd_serve.cli", "up", "--topology", "EPD", "--port", "0"]
+
+
+def with_torchvision(folder: Path, source: str) -> dict[str, str]:
+    """An environment in which importing torchvision runs ``source``."""
+    (folder / "torchvision").mkdir()
+    (folder / "torchvision" / "__init__.py").write_text(source)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(Path(__file__).parents[2])))}
+
+
 def test_modules_that_cannot_be_imported_end_up_with_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "__init__.py").write_text('raise RuntimeError("of another build than torch")')
-    command = [sys.executable, "-m", "epd_serve.cli", "up", "--topology", "EPD", "--port", "0"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    environment = with_torchvision(tmp_path, 'raise RuntimeError("of another build than torch")')
+    done = subprocess.run(UP, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "of another build than torch" in done.stderr
     assert "repair the environment" in done.stdout + done.stderr
+
+
+def test_ctrl_c_in_a_terminal_does_not_wait_for_imports(tmp_path: Path) -> None:
+    environment = with_torchvision(tmp_path, "import time\ntime.sleep(600)")
+    with subprocess.Popen(
+        UP, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as up:
+        try:
+            read_until(up, "gateway  starting")
+            os.killpg(up.pid, signal.SIGINT)
+            said, _ = up.communicate(timeout=60)
+        finally:
+            up.kill()
+    assert up.returncode == 0 and "Traceback" not in said
+
+
+def test_a_script_without_a_guard_is_told_so_last(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import asyncio\n"
+        "from epd_serve.config import parse_config\n"
+        "from epd_serve.launch.deployment import LocalDeployment\n"
+        "async def main():\n"
+        "    async with LocalDeployment(parse_config('{topology: EPD, gateway: {port: 0}}')):\n"
+        "        pass\n"
+        "asyncio.run(main())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert 'which may lack if __name__ == "__main__":' in "".join(done.stderr.splitlines()[-2:])

@@ -133,6 +133,15 @@ def test_a_second_signal_ends_deaf_processes_at_once(fakes: Any, monkeypatch: py
     assert fakes.alive == set()
 
 
+def test_instances_that_are_not_ready_get_no_time_to_end(fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRACE_S", "300")
+    with up(fakes, e0="stuck") as process:
+        read_until(process, "e0       loading")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 0 and fakes.alive == set()
+
+
 def test_a_death_after_ready_is_told_and_restarted(fakes: Any) -> None:
     with up(fakes) as process:
         read_until(process, "Chat: ")

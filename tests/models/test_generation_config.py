@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from transformers import LlamaConfig
 
+from epd_serve.demo import weights_dir
 from epd_serve.models.generation_config import read_generation_config
 from epd_serve.protocol.openai.generation import ChatCompletionRequest
 from epd_serve.types import SAMPLING_DEFAULTS, SamplingParams
@@ -54,6 +55,12 @@ def test_a_request_that_says_so_keeps_its_own(tmp_path: Path) -> None:
             completed = generation.complete(sampling(**{name: value}))
             assert {other: getattr(completed, other) for other in DEFAULTS} == {**DEFAULTS, name: value}
         assert generation.complete(sampling(**{name: None})) == generation.complete(sampling())
+
+
+def test_the_built_in_model_answers_greedily_unless_asked_otherwise() -> None:
+    generation = read_generation_config(weights_dir(), MODEL)
+    assert generation.complete(sampling()).temperature == 0
+    assert generation.complete(sampling(temperature=1)).temperature == 1
 
 
 @pytest.mark.parametrize(

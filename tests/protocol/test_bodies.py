@@ -54,6 +54,13 @@ def test_an_option_without_effect_may_ask_for_the_default(field, accepted, refus
     assert (told.value.code, told.value.param) == ("unsupported_parameter", field)
 
 
+@pytest.mark.parametrize("name", ["json", "regex", "choice"])
+def test_vllms_old_guided_fields_name_the_new_one(name):
+    with pytest.raises(InvalidRequest, match=f"structured_outputs.{name} instead") as told:
+        ChatCompletionRequest.parse(json.dumps({**CHAT, f"guided_{name}": ["a"]}).encode())
+    assert told.value.param == f"guided_{name}"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -40,6 +40,13 @@ def test_an_answer_to_info_contains_the_calls_before_the_question(build):
             assert table["p0"].pending.num_tokens == 10
 
 
+def test_restarts_before_and_after_the_start_of_a_gateway_count(build):
+    table = build("p0:P")
+    for pid, told, total in ((7, 2, 2), (8, 3, 3), (9, 0, 4)):  # the last one was started by hand
+        table.update("p0", instance_info("p0", pid=pid, num_restarts=told))
+        assert table["p0"].num_restarts == total
+
+
 class Accounts(RuleBasedStateMachine):
     """A gateway, an instance and the wires between: what is pending is what the instance has to do, plus what is
     on its way to it, minus what ended since it last reported."""

@@ -14,9 +14,12 @@ import signal
 import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from multiprocessing import forkserver
+from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+
+import psutil
 
 from epd_serve.config import DeploymentConfig, ShapeConfig
 from epd_serve.lifeline import die_with_parent
@@ -36,6 +39,8 @@ _LAUNCHER = "EPD_SERVE_LAUNCHER"
 
 if launcher_pid := os.environ.pop(_LAUNCHER, ""):
     die_with_parent(int(launcher_pid))  # also while it imports
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: the launcher ends this process
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     gc.disable()  # collections take a fifth of torch's import time
 
 
@@ -85,11 +90,22 @@ def preload(config: DeploymentConfig) -> None:
     multiprocessing.set_forkserver_preload([__name__, *modules])
     before = dict(os.environ)
     os.environ.update({**environment, _LAUNCHER: str(os.getpid())})
+    resource_tracker.ensure_running()  # its start would unblock the signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         os.environ.clear()
         os.environ.update(before)
+
+
+def end_server() -> None:
+    """Kill the fork server, with its forks; :func:`fork` then fails. Only for a server that still imports."""
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # killed before
+            if "multiprocessing.forkserver" in " ".join(child.cmdline()):
+                child.kill()
 
 
 async def fork(name: str, command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> ForkedProcess:

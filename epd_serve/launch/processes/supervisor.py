@@ -8,13 +8,16 @@ import signal
 import time
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from epd_serve.config.sections import HANG_TIMEOUT_S
 from epd_serve.errors import InstanceUnreachable, ServeError
+from epd_serve.launch.processes.forking import end_server
 from epd_serve.launch.processes.process import ProcessDied, ProcessSpec, ProcessState, RunningProcess, spawn
 from epd_serve.lifeline import CLEAN_UP_S
+from epd_serve.protocol.instance_state import RESTARTS
 from epd_serve.rpc.http import HttpPool, HttpServer
 from epd_serve.rpc.tls import tls_files
 
@@ -272,7 +275,9 @@ class Process:
         """Start the process, or restart it after its death. Raises OSError."""
         self._started_at, self._hung = time.monotonic(), ""
         self.enter(ProcessState.STARTING)
-        self._starting = asyncio.ensure_future(spawn(self.spec, self.log_file))
+        environment = {**self.spec.environment, RESTARTS: str(self.num_starts)}
+        spec = replace(self.spec, environment=environment)
+        self._starting = asyncio.ensure_future(spawn(spec, self.log_file))
         self._process = await asyncio.shield(self._starting)
         self.num_starts += 1
 
@@ -331,9 +336,15 @@ class Process:
         self._signal(signal.SIGQUIT)
 
     async def stop(self) -> None:
-        """Ask the process to end (SIGTERM), and kill it after the seconds of its spec or of its turn."""
+        """Ask the process to end (SIGTERM), and kill it after the seconds of its spec or of its turn.
+
+        An instance that is not ready is killed at once, as it has nothing to finish.
+        """
         if self._starting is not None:  # a cancelled start continues
-            with suppress(OSError):
+            if self.spec.can_fork and not self._starting.done():
+                self._starting.cancel()
+                end_server()  # it still imports, which can take long
+            with suppress(OSError, asyncio.CancelledError):
                 self._process = await self._starting
         if self._process is None:
             self.state = ProcessState.STOPPED
@@ -341,7 +352,8 @@ class Process:
         if self.state is ProcessState.WAITING:
             self.enter(ProcessState.STOPPED)
         if self.is_running and self.state is not ProcessState.STOPPING:
-            self._signal(signal.SIGTERM)
+            has_work = self.ready.is_set() or self.spec.stops != "then"
+            self._signal(signal.SIGTERM if has_work else signal.SIGKILL)
         if not await self._ends_within(self.spec.grace_s or GRACES_S[self.spec.stops]):
             self.kill()
             await self.wait_end()
@@ -363,6 +375,8 @@ class Process:
         code = self._process.returncode
         assert code is not None, "the process is still running"
         how = f"exit code {code}" if code >= 0 else self._hung or f"killed by {signal.Signals(-code).name}"
+        if self.spec.can_fork and code > 0 and not self.log_file.exists():  # it failed before its own code ran
+            how += ': it cannot import your script (error above), which may lack if __name__ == "__main__":'
         return ProcessDied(self.spec.name, how, self.log_file)
 
     async def _ask(self, timeout_s: float) -> int | None:

@@ -232,3 +232,6 @@ class ChatNoEffect(NoEffect):
     best_of: Literal[1] | None = Field(None, description="Send n and pick the best answer yourself.")
     suffix: Literal[""] | None = Field(None, description="Completing before a suffix is not supported.")
     chat_template: None = Field(None, description="The model's own chat template is used.")
+    guided_json: None = Field(None, description="Send response_format or structured_outputs.json instead.")
+    guided_regex: None = Field(None, description="Send structured_outputs.regex instead.")
+    guided_choice: None = Field(None, description="Send structured_outputs.choice instead.")
