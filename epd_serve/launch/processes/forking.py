@@ -100,11 +100,11 @@ def preload(config: DeploymentConfig) -> None:
         os.environ.update(before)
 
 
-def end_server() -> None:
-    """Kill the fork server, with its forks; :func:`fork` then fails. Only for a server that still imports."""
+def end_idle_server() -> None:
+    """Kill a fork server without forks, as while it imports; a waiting :func:`fork` then fails."""
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # killed before
-            if "multiprocessing.forkserver" in " ".join(child.cmdline()):
+            if "multiprocessing.forkserver" in " ".join(child.cmdline()) and not child.children():
                 child.kill()
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from epd_serve.config.sections import HANG_TIMEOUT_S
 from epd_serve.errors import InstanceUnreachable, ServeError
-from epd_serve.launch.processes.forking import end_server
+from epd_serve.launch.processes.forking import end_idle_server
 from epd_serve.launch.processes.process import ProcessDied, ProcessSpec, ProcessState, RunningProcess, spawn
 from epd_serve.lifeline import CLEAN_UP_S
 from epd_serve.protocol.instance_state import RESTARTS
@@ -342,9 +342,8 @@ class Process:
         """
         if self._starting is not None:  # a cancelled start continues
             if self.spec.can_fork and not self._starting.done():
-                self._starting.cancel()
-                end_server()  # it still imports, which can take long
-            with suppress(OSError, asyncio.CancelledError):
+                end_idle_server()  # imports can take long
+            with suppress(OSError):
                 self._process = await self._starting
         if self._process is None:
             self.state = ProcessState.STOPPED
