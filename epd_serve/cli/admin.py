@@ -41,10 +41,14 @@ def choose_gateway(deployment: str | None, url: str | None) -> tuple[str, AdminC
     return url, AdminClient(url, admin_headers())
 
 
-def running_url(deployment: str | None) -> str:
-    """Return the URL of this machine's running deployment, or the default URL."""
+def server_url(base_url: str, deployment: str | None) -> str:
+    """Return ``base_url`` without /v1, else the URL of this machine's running deployment, else the default URL."""
     from epd_serve.launch.processes.runs import find_run, running
 
+    if base_url:
+        if deployment is not None:
+            raise ValueError("--deployment is for this machine and --base-url for any server; use one of them")
+        return base_url.rstrip("/").removesuffix("/v1")
     if deployment is None and not running():
         return "http://127.0.0.1:8000"
     host, _, port = find_run(deployment).address.rpartition(":")

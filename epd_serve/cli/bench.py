@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from epd_serve.cli.admin import Deployment, running_url
+from epd_serve.cli.admin import Deployment, server_url
 from epd_serve.cli.flags import BaseUrl
 
 _WORKLOADS = "sharegpt4o-like, visualwebinstruct-like, synthetic[,KEY=VALUE...], custom:FILE or trace:FILE"
@@ -91,7 +91,7 @@ def bench(
     if compare and (base_url or deployment):
         raise ValueError("--compare starts the deployments that it measures; name no other server")
     if not compare:
-        base_url = (base_url or running_url(deployment)).rstrip("/").removesuffix("/v1")
+        base_url = server_url(base_url, deployment)
     fields = _fields(extra_body)
     if ignore_eos:
         fields["ignore_eos"] = True

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from epd_serve.cli.admin import Deployment, running_url
+from epd_serve.cli.admin import Deployment, server_url
 from epd_serve.cli.flags import BaseUrl
 from epd_serve.protocol.addresses import is_loopback
 
@@ -42,7 +42,7 @@ def chat(
     are read from it, and the exit code is 1 after an error. OPENAI_API_KEY is sent if set.
     """
     pictures, messages = [_picture(str(file)) for file in image or ()], list[dict[str, Any]]()
-    url = (base_url or running_url(deployment)).rstrip("/").removesuffix("/v1")
+    url = server_url(base_url, deployment)
     with _open(url, "/v1/models") as answer:
         names = [str(one["id"]) for one in json.load(answer)["data"]]
     if model is None and len(names) != 1:

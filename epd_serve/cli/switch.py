@@ -38,8 +38,7 @@ def switch(
             f"{instance}: {changed['from']} → {changed['to']} in {changed['seconds']:.3f} s, "
             f"including {changed['drain_s']:.3f} s to finish running requests"
         )
-    roles = {one["role"] or "" for one in ask_admin(gateway, "GET", "/instances")["instances"]}
-    if "E" in changed["from"] and not any("E" in name for name in roles):
-        typer.echo(
-            "No instance has the stage E now: P encodes images itself, and loads the tower for the first one."
-        )
+    if "E" in changed["from"] and "E" not in changed["to"]:
+        roles = [one["role"] for one in ask_admin(gateway, "GET", "/instances")["instances"]]
+        if all(roles) and not any("E" in one for one in roles):
+            typer.echo("No instance has the stage E now: P encodes media itself.")

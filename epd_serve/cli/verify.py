@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from epd_serve.cli.admin import Deployment, running_url
+from epd_serve.cli.admin import Deployment, server_url
 from epd_serve.cli.flags import BaseUrl, writable
 
 
@@ -46,7 +46,7 @@ def verify(
         list_checks(suite or ())
         return
     code = verify_server(
-        (base_url or running_url(deployment)).rstrip("/").removesuffix("/v1"),
+        server_url(base_url, deployment),
         model=model,
         suites=suite or (),
         names=check or (),

@@ -117,7 +117,7 @@ class InstanceTable:
         record, load = self._records[name], report.load
         assert record.info is not None
         record.load = load
-        record._reported = Work(  # free_blocks already excludes its KV
+        record._reported = Work(  # free_blocks excludes its KV, once reserved
             num_pixels=load.num_waiting_pixels,
             num_tokens=load.num_waiting_tokens,
             num_sequences=load.num_running + load.num_waiting + load.num_expected,
@@ -296,7 +296,7 @@ class InstanceRecord:
         is_down: whether it did not answer; False once it is ready again.
         num_lives: counts changes of its process or caches, and returns after it was down.
         before: its ``/info`` before the last one, if of the same process.
-        num_restarts: changes of its process.
+        num_restarts: restarts of its process, also those before this gateway's start.
         load: load in its last report.
         costs: times of its stages.
         in_flight: this gateway's open calls, by stage.

@@ -90,13 +90,13 @@ def test_the_deployment_of_this_machine_needs_no_port(deployment: Run, capsys: p
     assert said == "epd-serve: no running deployment of this user is called 9000; running: 127.0.0.1:8123\n"
 
 
-def test_who_switches_the_last_encoder_learns_who_encodes_now(
+def test_a_switch_of_the_last_encoder_says_that_p_encodes(
     deployment: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "No instance" not in run(capsys, "switch", "e0", "D")  # another one still encodes
     rest = {**ANSWERS["/instances"], "instances": [{**one, "role": "D"} for one in INSTANCES]}
     monkeypatch.setitem(ANSWERS, "/instances", rest)
-    assert "No instance has the stage E now: P encodes images itself" in run(capsys, "switch", "e0", "D")
+    assert "No instance has the stage E now: P encodes media itself." in run(capsys, "switch", "e0", "D")
 
 
 @pytest.mark.parametrize("command", [("bench", "--num-requests", "1"), ("verify",), ("chat",)])

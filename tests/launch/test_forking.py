@@ -45,7 +45,7 @@ def test_modules_of_instances_are_imported_without_a_call_of_cuda(tmp_path: Path
     assert "CALLED" in after, "the spy sees nothing"
 
 
-UP = [sys.executable, "-m", "epd_serve.cli", "up", "--topology", "EPD", "--port", "0"]
+UP = [sys.executable, "-m", "epd_serve.cli", "up", "--port", "0", "--topology"]
 
 
 def with_torchvision(folder: Path, source: str) -> dict[str, str]:
@@ -57,16 +57,22 @@ def with_torchvision(folder: Path, source: str) -> dict[str, str]:
 
 def test_modules_that_cannot_be_imported_end_up_with_a_sentence(tmp_path: Path) -> None:
     environment = with_torchvision(tmp_path, 'raise RuntimeError("of another build than torch")')
-    done = subprocess.run(UP, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*UP, "EPD"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "of another build than torch" in done.stderr
     assert "repair the environment" in done.stdout + done.stderr
 
 
-def test_ctrl_c_in_a_terminal_does_not_wait_for_imports(tmp_path: Path) -> None:
+@pytest.mark.parametrize("topology", ["EPD", "40EPD"])  # more than start at once
+def test_ctrl_c_in_a_terminal_does_not_wait_for_imports(tmp_path: Path, topology: str) -> None:
     environment = with_torchvision(tmp_path, "import time\ntime.sleep(600)")
     with subprocess.Popen(
-        UP, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        [*UP, topology],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     ) as up:
         try:
             read_until(up, "gateway  starting")
@@ -77,7 +83,7 @@ def test_ctrl_c_in_a_terminal_does_not_wait_for_imports(tmp_path: Path) -> None:
     assert up.returncode == 0 and "Traceback" not in said
 
 
-def test_a_script_without_a_guard_is_told_so_last(tmp_path: Path) -> None:
+def test_the_last_error_of_a_script_without_a_guard_names_the_guard(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import asyncio\n"
@@ -91,4 +97,4 @@ def test_a_script_without_a_guard_is_told_so_last(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
-    assert 'which may lack if __name__ == "__main__":' in "".join(done.stderr.splitlines()[-2:])
+    assert "guard your script with 'if __name__ ==" in "".join(done.stderr.splitlines()[-2:])

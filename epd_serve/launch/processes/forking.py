@@ -36,6 +36,8 @@ _MODULES = ("epd_serve.cli.instance", "epd_serve.instance.main")
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 #: Set for the server, which imports this module first.
 _LAUNCHER = "EPD_SERVE_LAUNCHER"
+#: Set when the server was killed, until the next deployment starts.
+_is_ended = threading.Event()
 
 if launcher_pid := os.environ.pop(_LAUNCHER, ""):
     die_with_parent(int(launcher_pid))  # also while it imports
@@ -91,20 +93,22 @@ def preload(config: DeploymentConfig) -> None:
     before = dict(os.environ)
     os.environ.update({**environment, _LAUNCHER: str(os.getpid())})
     resource_tracker.ensure_running()  # its start would unblock the signal
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    _is_ended.clear()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.environ.clear()
         os.environ.update(before)
 
 
 def end_idle_server() -> None:
-    """Kill a fork server without forks, as while it imports; a waiting :func:`fork` then fails."""
+    """Kill a fork server without forks, as while it imports; waiting calls of :func:`fork` then fail."""
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # killed before
             if "multiprocessing.forkserver" in " ".join(child.cmdline()) and not child.children():
+                _is_ended.set()
                 child.kill()
 
 
@@ -113,12 +117,19 @@ async def fork(name: str, command: Sequence[str], environment: Mapping[str, str]
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=_run, args=(name, command, dict(environment), str(log_file)))
     try:
-        await asyncio.to_thread(process.start)  # waits until the server has imported its modules
+        await asyncio.to_thread(_start, process)
     except EOFError:  # torch and torchvision of different builds, for example
         raise ChildProcessError(
             "Python cannot import the modules of instances: repair the environment; the last error is above"
         ) from None
     return ForkedProcess(process)
+
+
+def _start(process: ForkServerProcess) -> None:
+    """Fork a process once the server has imported its modules. This may wait for one of few threads."""
+    if _is_ended.is_set():  # multiprocessing would start another server
+        raise ChildProcessError("the fork server has ended")
+    process.start()
 
 
 def _run(name: str, command: Sequence[str], environment: Mapping[str, str], log_file: str) -> None:

@@ -342,7 +342,7 @@ class Process:
         """
         if self._starting is not None:  # a cancelled start continues
             if self.spec.can_fork and not self._starting.done():
-                end_idle_server()  # imports can take long
+                end_idle_server()  # its imports can take long
             with suppress(OSError):
                 self._process = await self._starting
         if self._process is None:
@@ -375,7 +375,7 @@ class Process:
         assert code is not None, "the process is still running"
         how = f"exit code {code}" if code >= 0 else self._hung or f"killed by {signal.Signals(-code).name}"
         if self.spec.can_fork and code > 0 and not self.log_file.exists():  # it failed before its own code ran
-            how += ': it cannot import your script (error above), which may lack if __name__ == "__main__":'
+            how += "; guard your script with 'if __name__ == \"__main__\":' (error above)"
         return ProcessDied(self.spec.name, how, self.log_file)
 
     async def _ask(self, timeout_s: float) -> int | None:
