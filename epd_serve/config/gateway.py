@@ -131,18 +131,17 @@ class MediaConfig(Section):
     max_items: int = Field(default=64, ge=1, description="Most images, videos and audio clips in a request.")
     allow_private: bool | None = Field(
         default=None,
-        description="Whether media URLs may point into private networks. "
-        "null: only while the gateway listens on the loopback interface without API keys.",
+        description="Whether media URLs may point into private networks. null: only if the gateway listens on "
+        "the loopback interface without API keys.",
     )
     allowed_domains: tuple[Domain, ...] | None = Field(
         default=None,
-        description="Allowed hosts of media URLs and redirects; '*.example.com' allows all its subdomains. "
-        "null: any.",
+        description="Allowed hosts of media URLs and redirects; '*.example.com' allows all its subdomains.",
     )
     trust_env: bool = Field(
         default=False,
-        description="Whether to fetch media through the proxies of HTTP_PROXY, HTTPS_PROXY and NO_PROXY. A proxy "
-        "resolves names itself, so allow_private has no effect there.",
+        description="Whether to fetch media through the proxies of HTTP_PROXY, HTTPS_PROXY and NO_PROXY, where "
+        "allow_private has no effect.",
     )
 
 
@@ -162,7 +161,7 @@ class GatewayConfig(Section):
     max_in_flight: int = Field(
         default=1024,
         ge=1,
-        description="Concurrent choices of all requests on the instances; further requests wait in a queue.",
+        description="Concurrent choices on the instances; further requests wait in a queue.",
     )
     max_queue: int = Field(default=4096, ge=0, description="Longest queue; further requests get a 429.")
     queue_timeout_s: Positive = Field(
@@ -180,8 +179,8 @@ class GatewayConfig(Section):
     )
     probe_timeout_s: Positive = Field(
         default=6.0,
-        description="Time after which an unresponsive instance counts as down and its requests move to others. "
-        "The duration of steps is not limited.",
+        description="Time after which an unresponsive instance counts as down and its requests move to others; "
+        "its steps may take longer.",
     )
     media: MediaConfig = MediaConfig()
     api_keys: tuple[ApiKeyConfig, ...] = Field(
@@ -190,13 +189,12 @@ class GatewayConfig(Section):
     admin: AdminConfig = AdminConfig()
     access_log: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
-        description="File, relative to this one, for a line of JSON per request; '-' is the standard output. It "
-        "may be rotated at any time. null: no log.",
+        description="File for a line of JSON per request; '-' is the standard output.",
     )
     cors: tuple[Origin, ...] = Field(
         default=(),
         description='Origins whose web pages may call the API from a browser, as in ["https://chat.example.com"]; '
-        '["*"] for all. []: none.',
+        '["*"] for all.',
     )
 
     @field_validator("access_log")
