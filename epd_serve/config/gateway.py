@@ -124,8 +124,7 @@ class MediaConfig(Section):
     max_pixels: int = Field(
         default=32 << 20,
         gt=0,
-        description="Largest image or video frame, in pixels; all images of a request together may have four "
-        "times as many.",
+        description="Largest image or video frame; all images of a request together may have four times as many.",
     )
     max_seconds: Positive = Field(default=1800.0, description="Longest video or audio; a model may accept less.")
     max_items: int = Field(default=64, ge=1, description="Most images, videos and audio clips in a request.")
@@ -169,9 +168,8 @@ class GatewayConfig(Section):
     )
     routing: Routing = Field(
         default="least_loaded",
-        description="How to choose P and D of a request. least_loaded: the pair with the least waiting, computing "
-        "and transfer time. prefix_affinity: the same, but a prefix cached by P costs nothing. round_robin: in "
-        "turn. An image goes to the encoder that saw it before, unless that encoder is overloaded.",
+        description="P and D of a request. least_loaded: the pair with the least waiting, computing and transfer "
+        "time. prefix_affinity: the same, but a prefix cached by P costs nothing. round_robin: in turn.",
     )
     instances: dict[InstanceName, InstanceUrl] | None = Field(
         default=None,

@@ -144,10 +144,10 @@ class DeploymentConfig(SharedConfig):
         default=("cpu",),
         validate_default=True,
         json_schema_extra={"default": "auto"},
-        description="auto: all GPUs or NPUs of this machine, otherwise the CPU; the CPU for the built-in model "
-        "and on clusters. Or a list: cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all "
-        "instances. 'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 takes an accelerator's time and memory but "
-        "computes nothing; emulated:FILE.json:0 does so from a measurement of 'epd-serve profile'.",
+        description="auto: this machine's GPUs or NPUs, otherwise the CPU; the CPU for the built-in model and on "
+        "clusters. Or a list in the order of the topology: cpu, cuda:0, npu:1; [cpu] serves all instances. "
+        "'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 takes an accelerator's time and memory but computes "
+        "nothing; emulated:FILE.json:0 takes those measured by 'epd-serve profile'.",
     )
     restart: Literal["on-failure", "never"] = Field(
         default="on-failure",
@@ -160,9 +160,9 @@ class DeploymentConfig(SharedConfig):
     cluster_key: Secret | None = Field(
         default=None,
         repr=False,
-        description="Shared key by which instances and gateways authenticate each other: text, {env: VARIABLE} or "
-        "{file: PATH}. Processes started elsewhere read EPD_SERVE_CLUSTER_KEY. null: they answer any caller, and "
-        "joining requires the admin plane's key.",
+        description="Key that instances and gateways prove to each other: text, {env: VARIABLE} or {file: PATH}. "
+        "Processes started elsewhere read EPD_SERVE_CLUSTER_KEY. null: instances answer any caller, and joining "
+        "requires the admin plane's key.",
     )
     tls: TlsConfig | None = None
     roles: dict[RoleName, InstanceSettings] = Field(

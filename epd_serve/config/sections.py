@@ -106,8 +106,8 @@ class BatchingConfig(Section):
 
     order: BatchingOrder = Field(
         default="fcfs",
-        description="Order of waiting prompts. fcfs: first come, first served. sjf: shortest first; long ones may "
-        "starve. slack: least time left until slo.ttft_ms first, late ones last.",
+        description="Order of waiting prompts. fcfs: by arrival. sjf: shortest first; long ones may starve. "
+        "slack: least time left until slo.ttft_ms first, late ones last.",
     )
 
 
@@ -141,8 +141,8 @@ class SharedConfig(Section):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Dtype of weights and computation. auto: the checkpoint's, or bfloat16 if the device does not "
-        "support it or lacks float16 products.",
+        description="Dtype of weights and computation. auto: the checkpoint's, or bfloat16 if the device cannot "
+        "compute in that.",
     )
     chat_template: FilePath | None = Field(
         default=None,
@@ -182,8 +182,8 @@ class InstanceSettings(Section):
     )
     tower_share: Fraction | None = Field(
         default=None,
-        description="Fraction of a GPU's multiprocessors for the encoder in an instance that also holds a "
-        "language model, which may use all of them. null: no limit.",
+        description="Fraction of a GPU's multiprocessors for the encoder of an instance with a language model, "
+        "which may use all of them. null: no limit.",
     )
     resident: Literal["role", "all"] | None = Field(
         default=None,
@@ -218,8 +218,7 @@ class InstanceSettings(Section):
     )
     feature_cache_bytes: Bytes | None = Field(
         default=None,
-        description="Cache of encoder output on E's device, for P to fetch, and on P's device; "
-        "null: by a GPU's memory, 256MiB on a CPU or an NPU.",
+        description="Cache of encoder output at E and at P; null: by a GPU's memory, 256MiB on a CPU or an NPU.",
     )
     peer_timeout_s: Positive = Field(
         default=30.0,
@@ -260,8 +259,7 @@ class ElasticConfig(Section):
 
     cooldown_s: Positive = Field(
         default=10.0,
-        description="Minimum time between two switches. The controller checks ten times as often and reacts to a "
-        "stage late in three consecutive checks.",
+        description="Minimum time between two switches; the controller checks ten times as often.",
     )
 
     @property
