@@ -23,7 +23,7 @@ OPTIONS = """# Options of a deployment file
 
 Generated from `epd_serve/config` by `python docs/generate.py`. Editors complete and check a file with
 [deploy/schema.json](../../deploy/schema.json). Paths are relative to the file. A size is a number of bytes or a
-text such as `64MiB`.
+text such as `64MiB`. An empty default is null.
 """
 
 CLI = """# The command line
@@ -49,8 +49,6 @@ decoder runs transformers' layers over the paged cache, on one device, without g
 For a tiny random model of each family, the float32 greedy tokens equal those of transformers' `generate`
 (`pytest -m "slow or not slow" tests/models/test_pictures.py tests/end_to_end/test_identity.py`).
 No published checkpoint of a family with tiles or rows has been run.
-
-The native engine refuses other models by name; the [vLLM engine](../guide/vllm.md) runs many of them.
 """
 
 
@@ -110,10 +108,10 @@ def options_page() -> str:
     parts: dict[str, list[str]] = {}
     for path, section, name, field in options_of(DeploymentConfig):
         schema = section.model_json_schema(mode="validation")["properties"][name]
-        default = ""
-        if not field.is_required():
-            value = schema.get("default", field.get_default(call_default_factory=True))
-            default = f"`{json.dumps(value, default=str)}`"
+        value = schema.get("default", field.get_default(call_default_factory=True))
+        default = (
+            "required" if field.is_required() else "" if value is None else f"`{json.dumps(value, default=str)}`"
+        )
         row = (f"`{path}`", kind(schema), default, field.description or "")
         part = path.partition(".")[0] if "." in path else "Top level"
         parts.setdefault(part, []).append(f"| {' | '.join(map(cell, row))} |")
@@ -136,7 +134,7 @@ def cli_page() -> str:
     lines = [CLI]
     for name, command in commands(typer.main.get_command(app), "epd-serve"):
         summary = " ".join((command.help or "").partition("\n\n")[0].split())
-        lines.append(f"| `{name}` | {cell(summary)} |")
+        lines.append(f"| `{name.removeprefix('epd-serve ')}` | {cell(summary)} |")
     return "\n".join([*lines, ""])
 
 

@@ -168,7 +168,7 @@ class GatewayConfig(Section):
     )
     routing: Routing = Field(
         default="least_loaded",
-        description="P and D of a request. least_loaded: the pair with the least waiting, computing and transfer "
+        description="Choice of P and D. least_loaded: the pair with the least waiting, computing and transfer "
         "time. prefix_affinity: the same, but a prefix cached by P costs nothing. round_robin: in turn.",
     )
     instances: dict[InstanceName, InstanceUrl] | None = Field(
