@@ -38,27 +38,28 @@ MODELS = """# Models of the native engine
 Generated from `epd_serve/models/families` by `python docs/generate.py`.
 [How to add a family](../../CONTRIBUTING.md#how-to-add).
 
-| models | `model_type` | input | decoder |
-|---|---|---|---|
-"""
-
-MODELS_END = """
-The fused decoder runs Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE (experts computed by transformers). The generic
-decoder runs transformers' layers over the paged cache, on one device, without graphs.
-
-For a tiny random model of each family, the float32 greedy tokens equal those of transformers' `generate`
+All models take text. The generic decoder runs transformers' layers over the paged cache, on one device, without
+graphs; the fused one runs Qwen3-MoE's experts by transformers. For a tiny random model of each family, the float32
+greedy tokens equal those of transformers' `generate`
 (`pytest -m "slow or not slow" tests/models/test_pictures.py tests/end_to_end/test_identity.py`).
 No published checkpoint of a family with tiles or rows has been run.
 """
 
+MODELS_OF = """
+## {title} decoder
+
+| models | `model_type` | media |
+|---|---|---|
+"""
+
 
 def models_page() -> str:
-    rows = []
+    tables = {decoder: MODELS_OF.format(title=decoder.capitalize()) for decoder in ("fused", "generic")}
     for family in dict.fromkeys(one for families in FAMILIES.values() for one in families):
         types = ", ".join(f"`{name}`" for name in family.model_types)
-        takes = ", ".join(("text", *(PLURALS[name] for name in family.modalities)))
-        rows.append(f"| {' | '.join(map(cell, (family.title, types, takes, family.decoder)))} |\n")
-    return MODELS + "".join(rows) + MODELS_END
+        takes = ", ".join(PLURALS[name] for name in family.modalities)
+        tables[family.decoder] += f"| {' | '.join(map(cell, (family.title, types, takes)))} |\n"
+    return MODELS + "".join(tables.values())
 
 
 def section_of(annotation: Any) -> type[Section] | None:

@@ -84,9 +84,7 @@ class ApiKeyConfig(Section):
         pattern=r"^sha256:[0-9a-f]{64}$",
         description="sha256: and 64 hex digits, as printed by 'epd-serve key new NAME'.",
     )
-    max_concurrent: int | None = Field(
-        default=None, ge=1, description="Concurrent choices of all its requests; null: no limit."
-    )
+    max_concurrent: int | None = Field(default=None, ge=1, description="Concurrent choices of all its requests.")
 
 
 class AdminConfig(Section):
@@ -177,8 +175,7 @@ class GatewayConfig(Section):
     )
     probe_timeout_s: Positive = Field(
         default=6.0,
-        description="Time after which an unresponsive instance counts as down and its requests move to others; "
-        "its steps may take longer.",
+        description="Time after which an unresponsive instance counts as down and its requests move to others.",
     )
     media: MediaConfig = MediaConfig()
     api_keys: tuple[ApiKeyConfig, ...] = Field(

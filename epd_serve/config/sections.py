@@ -95,10 +95,8 @@ class KVTransferConfig(Section):
 class SLOConfig(Section):
     """Latency targets of the deployment; instances limit their batches to meet them."""
 
-    ttft_ms: Positive | None = Field(default=None, description="Longest time to first token; null: no limit.")
-    tpot_ms: Positive | None = Field(
-        default=None, description="Longest time between two output tokens; null: no limit."
-    )
+    ttft_ms: Positive | None = Field(default=None, description="Longest time to first token.")
+    tpot_ms: Positive | None = Field(default=None, description="Longest time between two output tokens.")
 
 
 class BatchingConfig(Section):
@@ -183,7 +181,7 @@ class InstanceSettings(Section):
     tower_share: Fraction | None = Field(
         default=None,
         description="Fraction of a GPU's multiprocessors for the encoder of an instance with a language model, "
-        "which may use all of them. null: no limit.",
+        "which may use all of them.",
     )
     resident: Literal["role", "all"] | None = Field(
         default=None,
