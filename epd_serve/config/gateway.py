@@ -84,9 +84,7 @@ class ApiKeyConfig(Section):
         pattern=r"^sha256:[0-9a-f]{64}$",
         description="sha256: and 64 hex digits, as printed by 'epd-serve key new NAME'.",
     )
-    max_concurrent: int | None = Field(
-        default=None, ge=1, description="Concurrent choices of all its requests; null: no limit."
-    )
+    max_concurrent: int | None = Field(default=None, ge=1, description="Concurrent choices of all its requests.")
 
 
 class AdminConfig(Section):
@@ -124,25 +122,23 @@ class MediaConfig(Section):
     max_pixels: int = Field(
         default=32 << 20,
         gt=0,
-        description="Largest image or video frame, in pixels; all images of a request together may have four "
-        "times as many.",
+        description="Largest image or video frame; all images of a request together may have four times as many.",
     )
     max_seconds: Positive = Field(default=1800.0, description="Longest video or audio; a model may accept less.")
     max_items: int = Field(default=64, ge=1, description="Most images, videos and audio clips in a request.")
     allow_private: bool | None = Field(
         default=None,
-        description="Whether media URLs may point into private networks. "
-        "null: only while the gateway listens on the loopback interface without API keys.",
+        description="Whether media URLs may point into private networks. null: only if the gateway listens on "
+        "the loopback interface without API keys.",
     )
     allowed_domains: tuple[Domain, ...] | None = Field(
         default=None,
-        description="Allowed hosts of media URLs and redirects; '*.example.com' allows all its subdomains. "
-        "null: any.",
+        description="Allowed hosts of media URLs and redirects; '*.example.com' allows all its subdomains.",
     )
     trust_env: bool = Field(
         default=False,
-        description="Whether to fetch media through the proxies of HTTP_PROXY, HTTPS_PROXY and NO_PROXY. A proxy "
-        "resolves names itself, so allow_private has no effect there.",
+        description="Whether to fetch media through the proxies of HTTP_PROXY, HTTPS_PROXY and NO_PROXY, where "
+        "allow_private has no effect.",
     )
 
 
@@ -162,7 +158,7 @@ class GatewayConfig(Section):
     max_in_flight: int = Field(
         default=1024,
         ge=1,
-        description="Concurrent choices of all requests on the instances; further requests wait in a queue.",
+        description="Concurrent choices on the instances; further requests wait in a queue.",
     )
     max_queue: int = Field(default=4096, ge=0, description="Longest queue; further requests get a 429.")
     queue_timeout_s: Positive = Field(
@@ -170,9 +166,8 @@ class GatewayConfig(Section):
     )
     routing: Routing = Field(
         default="least_loaded",
-        description="How to choose P and D of a request. least_loaded: the pair with the least waiting, computing "
-        "and transfer time. prefix_affinity: the same, but a prefix cached by P costs nothing. round_robin: in "
-        "turn. An image goes to the encoder that saw it before, unless that encoder is overloaded.",
+        description="Choice of P and D. least_loaded: the pair with the least waiting, computing and transfer "
+        "time. prefix_affinity: the same, but a prefix cached by P costs nothing. round_robin: in turn.",
     )
     instances: dict[InstanceName, InstanceUrl] | None = Field(
         default=None,
@@ -180,8 +175,7 @@ class GatewayConfig(Section):
     )
     probe_timeout_s: Positive = Field(
         default=6.0,
-        description="Time after which an unresponsive instance counts as down and its requests move to others. "
-        "The duration of steps is not limited.",
+        description="Time after which an unresponsive instance counts as down and its requests move to others.",
     )
     media: MediaConfig = MediaConfig()
     api_keys: tuple[ApiKeyConfig, ...] = Field(
@@ -190,13 +184,12 @@ class GatewayConfig(Section):
     admin: AdminConfig = AdminConfig()
     access_log: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
-        description="File, relative to this one, for a line of JSON per request; '-' is the standard output. It "
-        "may be rotated at any time. null: no log.",
+        description="File for a line of JSON per request; '-' is the standard output.",
     )
     cors: tuple[Origin, ...] = Field(
         default=(),
         description='Origins whose web pages may call the API from a browser, as in ["https://chat.example.com"]; '
-        '["*"] for all. []: none.',
+        '["*"] for all.',
     )
 
     @field_validator("access_log")

@@ -92,9 +92,9 @@ class TlsConfig(Section):
     Processes started elsewhere read EPD_SERVE_TLS_CA, EPD_SERVE_TLS_CERT and EPD_SERVE_TLS_KEY.
     """
 
-    ca: FilePath = Field(description="PEM file of the CA, relative to this one.")
+    ca: FilePath = Field(description="PEM file of the CA.")
     cert: FilePath = Field(
-        description="PEM file with the server and client certificate of this machine's processes, issued for the "
+        description="PEM file with the server and client certificate of this machine's processes, for the "
         "address that peers use. The path is the same on every host."
     )
     key: FilePath = Field(description="PEM file with its private key, without a password.")
@@ -119,9 +119,9 @@ class DeploymentConfig(SharedConfig):
     )
     model: Annotated[Annotated[str, Field(min_length=1)] | ShapeConfig, AfterValidator(_resolve_model)] = Field(
         default=DEMO_MODEL,
-        description="'demo' for the built-in model, the directory of a transformers model, relative to this file, "
-        "or a name on the Hugging Face hub, such as Qwen/Qwen2.5-VL-3B-Instruct, optionally with @REVISION. "
-        "{shape_of: qwen2.5-vl-7b} needs no weights: emulated devices take the model's time and compute nothing.",
+        description="'demo' for the built-in model, the directory of a transformers model, or a name on the "
+        "Hugging Face hub, such as Qwen/Qwen2.5-VL-3B-Instruct, optionally with @REVISION. "
+        "{shape_of: qwen2.5-vl-7b} is a model without weights for emulated devices.",
     )
     served_model_name: str | None = Field(
         default=None,
@@ -131,8 +131,7 @@ class DeploymentConfig(SharedConfig):
     engine: Literal["auto", "native", "vllm"] = Field(
         default="auto",
         description="native: epd-serve's own engine. vllm: vLLM, and vllm-ascend on NPUs. auto: vLLM if all "
-        "devices are GPUs or NPUs and a suitable vLLM that knows the model is installed next to epd-serve; "
-        "otherwise native. 'epd-serve up' prints the choice and the reason.",
+        "devices are GPUs or NPUs and an installed vLLM knows the model; otherwise native.",
     )
     vllm: VllmConfig = VllmConfig()
     devices: Annotated[
@@ -145,16 +144,15 @@ class DeploymentConfig(SharedConfig):
         default=("cpu",),
         validate_default=True,
         json_schema_extra={"default": "auto"},
-        description="auto: all GPUs or NPUs of this machine, otherwise the CPU; the CPU for the built-in model "
-        "and on clusters. Or a list: cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all "
-        "instances. 'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 has the memory and speed of an accelerator "
-        "but computes nothing, for a model {shape_of: NAME}; emulated:FILE.json takes them from a measurement of "
-        "'epd-serve profile', with a path relative to this file.",
+        description="auto: this machine's GPUs or NPUs, otherwise the CPU; the CPU for the built-in model and on "
+        "clusters. Or a list in the order of the topology: cpu, cuda:0, npu:1; [cpu] serves all instances. "
+        "'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 takes an accelerator's time and memory but computes "
+        "nothing; emulated:FILE.json:0 takes those measured by 'epd-serve profile'.",
     )
     restart: Literal["on-failure", "never"] = Field(
         default="on-failure",
-        description="on-failure: restart an instance or gateway that ends after it was ready, after 1, 2, 4 ... "
-        "30 s, while the others serve. never: its end stops the deployment.",
+        description="on-failure: restart an instance or gateway that was ready and ended, while the others "
+        "serve. never: its end stops the deployment.",
     )
     gateway: GatewayConfig = GatewayConfig()
     elastic: ElasticConfig | None = None
@@ -162,15 +160,14 @@ class DeploymentConfig(SharedConfig):
     cluster_key: Secret | None = Field(
         default=None,
         repr=False,
-        description="Shared key by which instances and gateways authenticate each other: text, {env: VARIABLE} or "
-        "{file: PATH}. Processes started elsewhere read EPD_SERVE_CLUSTER_KEY. null: they answer any caller, and "
-        "joining requires the admin plane's key.",
+        description="Key that instances and gateways prove to each other: text, {env: VARIABLE} or {file: PATH}. "
+        "Processes started elsewhere read EPD_SERVE_CLUSTER_KEY. null: instances answer any caller, and joining "
+        "requires the admin plane's key.",
     )
     tls: TlsConfig | None = None
     roles: dict[RoleName, InstanceSettings] = Field(
         default_factory=dict,
-        description="Overrides of 'instances' for the instances of one role. Roles missing from the topology are "
-        "allowed, so that a file can serve several topologies.",
+        description="Overrides of 'instances' by role, also for roles missing from the topology.",
     )
 
     @model_validator(mode="before")

@@ -95,10 +95,8 @@ class KVTransferConfig(Section):
 class SLOConfig(Section):
     """Latency targets of the deployment; instances limit their batches to meet them."""
 
-    ttft_ms: Positive | None = Field(default=None, description="Longest time to first token; null: no limit.")
-    tpot_ms: Positive | None = Field(
-        default=None, description="Longest time between two output tokens; null: no limit."
-    )
+    ttft_ms: Positive | None = Field(default=None, description="Longest time to first token.")
+    tpot_ms: Positive | None = Field(default=None, description="Longest time between two output tokens.")
 
 
 class BatchingConfig(Section):
@@ -106,8 +104,8 @@ class BatchingConfig(Section):
 
     order: BatchingOrder = Field(
         default="fcfs",
-        description="Order of waiting prompts. fcfs: first come, first served. sjf: shortest first; long ones may "
-        "starve. slack: least time left until slo.ttft_ms first, late ones last.",
+        description="Order of waiting prompts. fcfs: by arrival. sjf: shortest first; long ones may starve. "
+        "slack: least time left until slo.ttft_ms first, late ones last.",
     )
 
 
@@ -132,7 +130,7 @@ class ShapeConfig(Section):
     shape_of: Annotated[str, AfterValidator(lambda name: shape_of(name) and name)] = Field(
         min_length=1,
         description="A known model name, such as qwen2.5-vl-7b, or the absolute path of a directory with a "
-        "config.json. Answers are syllables derived from hashes of the preceding tokens.",
+        "config.json.",
     )
 
 
@@ -141,13 +139,12 @@ class SharedConfig(Section):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Dtype of weights and computation. auto: the checkpoint's, or bfloat16 if the device does not "
-        "support it or lacks float16 products.",
+        description="Dtype of weights and computation. auto: the checkpoint's, or bfloat16 if the device cannot "
+        "compute in that.",
     )
     chat_template: FilePath | None = Field(
         default=None,
-        description="Jinja file, relative to this one, that replaces the model's chat template; the path is the "
-        "same on every host. null: the model's own.",
+        description="Jinja file that replaces the model's chat template, at the same path on every host.",
     )
     feature_store: FeatureStoreKind = Field(
         default="embedded",
@@ -157,8 +154,7 @@ class SharedConfig(Section):
     slo: SLOConfig = SLOConfig()
     trace: FilePath | None = Field(
         default=None,
-        description="Directory, relative to this file, for a trace of every process; 'epd-serve trace DIR' joins "
-        "them for a viewer. null: no traces.",
+        description="Directory for a trace of every process; 'epd-serve trace DIR' joins them for a viewer.",
     )
 
 
@@ -173,30 +169,29 @@ class InstanceSettings(Section):
     )
     share: Fraction | None = Field(
         default=None,
-        description="Fraction of its device for an instance, in (0, 1]: cores of a CPU, memory and, by MPS, "
+        description="Fraction of its device for an instance: cores of a CPU, memory and, by MPS, "
         "multiprocessors of a GPU, memory and AI cores of an NPU. null: no limit, or an equal part of the rest "
         "if another instance on the device has a share.",
     )
     memory_share: Fraction | None = Field(
         default=None,
-        description="Fraction of an accelerator's memory; null: same as share. Several instances without shares "
-        "on one device divide 0.9 of it, a language model getting five times as much as an encoder.",
+        description="Fraction of an accelerator's memory; null: same as share. Instances without shares on "
+        "one device divide 0.9 of it; a language model gets five times as much as an encoder.",
     )
     tower_share: Fraction | None = Field(
         default=None,
-        description="Fraction of the multiprocessors for the encoder in an instance that also holds a language "
-        "model, which may use all of them: a green context on a GPU, also on emulated devices. null: no limit.",
+        description="Fraction of a GPU's multiprocessors for the encoder of an instance with a language model, "
+        "which may use all of them.",
     )
     resident: Literal["role", "all"] | None = Field(
         default=None,
-        description="Weights that stay loaded. role: those for the present role. all: those for all stages, so "
-        "that role switches take milliseconds. null: all on a CPU if gateway.admin or elastic may switch roles; "
-        "otherwise role.",
+        description="Weights that stay loaded. role: those of the present role. all: those of all stages, so "
+        "that role switches take milliseconds. null: all on a CPU with gateway.admin or elastic, otherwise role.",
     )
     assist: bool = Field(
         default=False,
-        description="For EPD next to other instances with P and D: it encodes for them, and serves text requests "
-        "while their queue is long and it has nothing to encode.",
+        description="For EPD next to other instances with P and D: it encodes for them, and serves text "
+        "requests while it has nothing to encode and their queue is long.",
     )
     kv_cache_bytes: Bytes | None = Field(
         default=None, description="Size of the KV cache; null: derived from the device's memory."
@@ -221,8 +216,7 @@ class InstanceSettings(Section):
     )
     feature_cache_bytes: Bytes | None = Field(
         default=None,
-        description="Cache of encoder output on E's device, for P to fetch, and on P's device; "
-        "null: by a GPU's memory, 256MiB on a CPU or an NPU.",
+        description="Cache of encoder output at E and at P; null: by a GPU's memory, 256MiB on a CPU or an NPU.",
     )
     peer_timeout_s: Positive = Field(
         default=30.0,
@@ -231,8 +225,7 @@ class InstanceSettings(Section):
     )
     drain_s: Positive = Field(
         default=30.0,
-        description="Time to finish running requests after SIGTERM, here and at the gateway; new ones are "
-        "refused.",
+        description="Time to finish running requests after SIGTERM, here and at the gateway.",
     )
     engine_args: EngineArgs = Field(
         default_factory=dict,
@@ -264,8 +257,7 @@ class ElasticConfig(Section):
 
     cooldown_s: Positive = Field(
         default=10.0,
-        description="Minimum time between two switches. The controller checks ten times as often and reacts to a "
-        "stage late in three consecutive checks.",
+        description="Minimum time between two switches; the controller checks ten times as often.",
     )
 
     @property

@@ -24,9 +24,8 @@ class VllmConfig(Section):
 
     python: FilePath | dict[RoleName, FilePath] | None = Field(
         default=None,
-        description="Python of vLLM's environment, relative to this file; null: the one that runs epd-serve. By "
-        "role, as in {E: /opt/vllm-ascend/bin/python, PD: /opt/vllm/bin/python}, if several kinds of devices "
-        "need different vLLMs; other roles use the one that runs epd-serve.",
+        description="Python of vLLM's environment, also by role, as in {E: /opt/vllm-ascend/bin/python, "
+        "PD: /opt/vllm/bin/python}; null, and roles left out: the one that runs epd-serve.",
     )
     kv: KVConnector | None = Field(
         default=None,
