@@ -117,6 +117,7 @@ def test_every_connector_has_its_configuration(kv: str, connector: str, devices:
     for variables in (found["p0"].environment, found["d0"].environment):
         assert ("VLLM_MOONCAKE_BOOTSTRAP_PORT" in variables) is both
         assert ("VLLM_NIXL_SIDE_CHANNEL_PORT" in variables) is (kv == "nixl")
+        assert ("VLLM_SSM_CONV_STATE_LAYOUT" in variables) is (kv == "nixl"), "or Qwen3.5 does not start"
     assert found["p0"].environment.get("UCX_NET_DEVICES") == ("lo" if kv == "nixl" else None)
 
 
