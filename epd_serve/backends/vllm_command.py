@@ -213,6 +213,7 @@ def environment_of(options: VllmOptions) -> dict[str, str]:
     elif kv == "nixl":
         variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] = options.host
         variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(options.port + KV_PORT)
+        variables["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"  # required for linear attention; only on CPUs vLLM's choice
     return variables
 
 

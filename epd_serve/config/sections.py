@@ -194,7 +194,7 @@ class InstanceSettings(Section):
         "requests while it has nothing to encode and their queue is long.",
     )
     kv_cache_bytes: Bytes | None = Field(
-        default=None, description="Size of the KV cache; null: derived from the device's memory."
+        default=None, description="Size of the KV cache on each device; null: derived from the device's memory."
     )
     max_num_batched_tokens: int | None = Field(
         default=None, ge=1, description="Token budget of a step; null: 2048."

@@ -91,9 +91,15 @@ async def test_processes_that_measure_one_device_start_in_turn(fakes: Any, start
     ]
     async with start(*specs) as running:
         assert fakes.alive == {"p0", "d0", "e0", "p1"}
-    at = running.at
-    assert at("p0 ready") < at("d0 starting") < at("d0 ready") < at("e0 starting")
-    assert at("p1 starting") < at("p0 ready")
+        at, count = running.at, len(running.seen)
+        assert at("p0 ready") < at("d0 starting") < at("d0 ready") < at("e0 starting")
+        assert at("p1 starting") < at("p0 ready")
+        for name in ("p0", "d0"):  # as after a fault of their GPU
+            os.kill(fakes.pids[name], signal.SIGKILL)
+        both = [running.process(name) for name in ("p0", "d0")]
+        await until(lambda: all(one.num_restarts == 1 and one.ready.is_set() for one in both))
+        again = [one for one in running.seen[count:] if one.endswith(("starting", "ready"))]
+        assert [one.split()[1] for one in again] == ["starting", "ready"] * 2
 
 
 @pytest.mark.parametrize(

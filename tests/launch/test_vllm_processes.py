@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -116,6 +117,7 @@ def test_every_connector_has_its_configuration(kv: str, connector: str, devices:
     for variables in (found["p0"].environment, found["d0"].environment):
         assert ("VLLM_MOONCAKE_BOOTSTRAP_PORT" in variables) is both
         assert ("VLLM_NIXL_SIDE_CHANNEL_PORT" in variables) is (kv == "nixl")
+        assert ("VLLM_SSM_CONV_STATE_LAYOUT" in variables) is (kv == "nixl"), "or Qwen3.5 does not start"
     assert found["p0"].environment.get("UCX_NET_DEVICES") == ("lo" if kv == "nixl" else None)
 
 
@@ -253,6 +255,19 @@ def test_the_interpreter_that_is_named_is_asked(tmp_path: Path) -> None:
         find_vllm(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="/bin/true is not a Python"):
         find_vllm("/bin/true")
+
+
+def test_mooncake_may_need_the_libraries_that_torch_loads(tmp_path: Path) -> None:
+    (tmp_path / "mooncake").mkdir()
+    needs = "import sys\nif 'torch' not in sys.modules:\n    raise ImportError('libcudart.so.12')"
+    (tmp_path / "mooncake" / "engine.py").write_text(needs)
+    (tmp_path / "torch.py").touch()
+    (tmp_path / "nixl_cu13.py").touch()  # its loader, which vLLM imports, is missing
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nshift\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    found = find_vllm(str(python))
+    assert (found.mooncake, found.nixl) == (True, importlib.util.find_spec("nixl") is not None)
 
 
 def test_with_tls_each_server_shows_a_certificate_and_asks_for_one(model: Path) -> None:

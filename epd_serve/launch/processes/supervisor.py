@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Coroutine, Iterable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -77,6 +78,7 @@ class Supervisor:
         self._backoff = backoff
         self._processes = [Process(spec, self) for spec in specs]
         self._lives: dict[Process, asyncio.Task[ProcessDied]] = {}
+        self._measuring: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by device
         self._failed = asyncio.Event()
         self._failure: asyncio.Task[ProcessDied] | None = None
         self._retiring: list[asyncio.Task[None]] = []
@@ -141,8 +143,7 @@ class Supervisor:
         self._processes.insert(next(gateways, len(self._processes)), process)
         try:
             async with asyncio.timeout(timeout_s):
-                await process.start()
-                await process.wait_ready()
+                await self._start(process)
         except BaseException as error:
             self.num_deaths += isinstance(error, ProcessDied)
             await asyncio.shield(process.stop())
@@ -193,6 +194,14 @@ class Supervisor:
             self._failure = life
             self._failed.set()
 
+    async def _start(self, process: Process) -> None:
+        """Start a process and return when it is ready; none that measures its devices starts meanwhile."""
+        async with AsyncExitStack() as turn:
+            for device in sorted(process.spec.measures):
+                await turn.enter_async_context(self._measuring[device])
+            await process.start()
+            await process.wait_ready()
+
     async def _keep_alive(self, process: Process, after: Iterable[Process]) -> ProcessDied:
         """Start a process when those in ``after`` are ready, and restart it; return its last death."""
         for other in after:
@@ -201,10 +210,8 @@ class Supervisor:
         while True:
             ready_s = 0.0
             try:
-                if not process.is_running:
-                    await process.start()
                 if not process.ready.is_set():
-                    await process.wait_ready()
+                    await self._start(process)
                 was_ready = True
                 ready_s = await process.wait_end_or_hang(self._hang_timeout_s)
                 death = process.death()

