@@ -86,10 +86,10 @@ class CudaOps(PlainOps):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        if not self._has_fast_cudnn or dtype == torch.float32 or not _fits_cudnn(head_dim):
+        is_dense = self._has_fast_cudnn and dtype != torch.float32 and _fits_cudnn(head_dim)
+        if not is_dense or max_num_tokens < DENSE_TOKENS:
             return
-        end = -(-max_num_tokens // DENSE_MULTIPLE) * DENSE_MULTIPLE if max_num_tokens >= DENSE_TOKENS else 0
-        for length in range(DENSE_TOKENS, end + 1, DENSE_MULTIPLE):
+        for length in range(DENSE_TOKENS, max_num_tokens + DENSE_MULTIPLE, DENSE_MULTIPLE):
             query, key, value = (
                 torch.zeros(length, heads, head_dim, dtype=dtype, device=device)
                 for heads in (num_heads[0], num_heads[1], num_heads[1])

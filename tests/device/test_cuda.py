@@ -58,14 +58,13 @@ print(device.cuda.make_ops(132, (9, 0)).encode(states, states, states, [0, 4], 1
 """
 
 
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+
+
 def test_it_works_without_triton_and_says_so() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRITON],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(__file__).parents[2],
-    )
+    done = run(WITHOUT_TRITON)
     assert done.returncode == 0, done.stderr[-2000:]
     hopper, turing = done.stdout.splitlines()
     assert "Triton is not installed" in hopper and "flash" in hopper
@@ -73,13 +72,7 @@ def test_it_works_without_triton_and_says_so() -> None:
 
 
 def test_attention_of_a_torch_that_groups_heads_unasked() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TORCH_2_11],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(__file__).parents[2],
-    )
+    done = run(TORCH_2_11)
     assert done.stdout == "2.0\n", done.stderr[-2000:]
 
 
